@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 
 WARM_UP = -1
 OFF, AUTO = "off", "auto"
+_FIXED_ARM = re.compile(r"(?P<strategy>.+)-(?P<k>[0-9]+)(x(?P<width>[0-9]+))?")
 # Reading a prompt costs about as much as this number of output tokens.
 _PROMPT_TOKENS = 8
 
@@ -189,16 +191,22 @@ async def run_load(
     return LoopBlock(load, given, wall_s, cpu_s() - cpu_before, requested, busy_s)
 
 
+def fixed_arm(strategy: str, k: int, width: int = 1) -> str:
+    """Return the arm of k draft tokens a round, of which at most `width` are for one position."""
+    return f"{strategy}-{k}" if width == 1 else f"{strategy}-{k}x{width}"
+
+
 def speculation_of(arm: str) -> Speculation:
     """Return the request's speculation for an arm. Raises ValueError if it is no arm."""
     if arm == OFF:
         return Speculation(off=True)
     if arm == AUTO:
         return Speculation()
-    strategy, dash, k = arm.rpartition("-")
-    if not (strategy and dash and k.isdigit()):
-        raise ValueError(f"arm: must be {OFF}, {AUTO} or <strategy>-<k>, got {arm!r}")
-    return Speculation(k=int(k), strategy=strategy)
+    match = _FIXED_ARM.fullmatch(arm)
+    if match is None:
+        raise ValueError(f"arm: must be {OFF}, {AUTO} or <strategy>-<k>[x<width>], got {arm!r}")
+    width = int(match["width"]) if match["width"] else None
+    return Speculation(k=int(match["k"]), width=width, strategy=match["strategy"])
 
 
 class GatewayLoop:

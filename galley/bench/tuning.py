@@ -11,7 +11,17 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from galley.bench.closed_loop import AUTO, OFF, WARM_UP, GatewayLoop, Load, LoopBlock, run_all, tagged
+from galley.bench.closed_loop import (
+    AUTO,
+    OFF,
+    WARM_UP,
+    GatewayLoop,
+    Load,
+    LoopBlock,
+    fixed_arm,
+    run_all,
+    tagged,
+)
 from galley.bench.workloads import Prompt, Workload
 from galley.client.client import AsyncClient
 
@@ -131,7 +141,10 @@ def loads(cells: Sequence[Cell], pairs: int, sizes: Sizes) -> Iterator[Load]:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """The measurement to make. Without strategies: off, auto, and ngram, model and hybrid if offered."""
+    """The measurement to make. Without strategies: off, auto, and ngram, model and hybrid if offered.
+
+    `widths` are the most draft tokens for one position of fixed strategies.
+    """
 
     workloads: tuple[Workload, ...]
     streams: tuple[int, ...]
@@ -140,6 +153,7 @@ class Tuning:
     temperatures: tuple[float, ...]
     repeats: int
     sizes: Sizes
+    widths: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +182,10 @@ async def measure(
 
 
 def arms_of(tuning: Tuning, offered: Sequence[str], max_k: int) -> tuple[str, ...]:
-    """Return the arms, `off` as the baseline first, fixed strategies once for each k. Raises ValueError."""
+    """Return the arms, `off` as the baseline first, fixed strategies once for each k and width.
+
+    Raises ValueError.
+    """
     named = tuning.strategies or (OFF, AUTO, *(name for name in _DEFAULT if name in offered))
     if unknown := [name for name in named if name not in {OFF, AUTO, *offered}]:
         raise ValueError(
@@ -177,5 +194,5 @@ def arms_of(tuning: Tuning, offered: Sequence[str], max_k: int) -> tuple[str, ..
     if max_k and max(tuning.k) > max_k:
         raise ValueError(f"k: must be at most {max_k} at this gateway, got {max(tuning.k)}")
     fixed = [name for name in named if name not in {OFF, AUTO}]
-    arms = [OFF, *((AUTO,) if AUTO in named else ()), *(f"{name}-{k}" for name in fixed for k in tuning.k)]
-    return tuple(dict.fromkeys(arms))
+    arms = [fixed_arm(name, k, width) for name in fixed for k in tuning.k for width in tuning.widths]
+    return tuple(dict.fromkeys((OFF, *((AUTO,) if AUTO in named else ()), *arms)))

@@ -30,6 +30,7 @@ from galley.cli.flags import (
 from galley.cli.up import DraftModel, DType, LogDir, Model, Threads, run_stack, shown_stack, stack_options
 from galley.client.options import Tls  # Typer reads the annotation
 from galley.common.printable import one_line
+from galley.core.trees import MAX_WIDTH
 from galley.stack.options import StackOptions
 
 if TYPE_CHECKING:
@@ -112,6 +113,13 @@ def bench(  # noqa: PLR0913  # one parameter a flag
         ),
     ] = "",
     k: Annotated[str, _speculation(help="Draft tokens a round of fixed strategies, with commas.")] = "4",
+    width: Annotated[
+        str,
+        _speculation(
+            help="Most draft tokens for one position of fixed strategies, with commas. "
+            "1: chains; above: trees."
+        ),
+    ] = "1",
     model: Model = "",
     draft_model: DraftModel = None,
     dtype: DType = None,
@@ -138,6 +146,7 @@ def bench(  # noqa: PLR0913  # one parameter a flag
         streams=_numbers(concurrency, int, "--concurrency", least=1),
         strategies=named,
         k=_numbers(k, int, "--k", least=1),
+        widths=_widths(width),
         temperatures=_numbers(temperature, float, "--temperature", least=0),
         repeats=repeats,
         # The nonce keeps a gateway that is measured again from finding prompts of earlier runs in its caches.
@@ -176,6 +185,13 @@ def _numbers(text: str, kind: Callable[[str], T], flag: str, *, least: float) ->
     if not numbers or not all(float(number) >= least for number in numbers):  # type: ignore[arg-type]  # int, float
         raise typer.BadParameter(f"must be numbers >= {least:g} with commas, got {text!r}", param_hint=flag)
     return numbers
+
+
+def _widths(text: str) -> tuple[int, ...]:
+    widths = _numbers(text, int, "--width", least=1)
+    if max(widths) > MAX_WIDTH:
+        raise typer.BadParameter(f"must be numbers <= {MAX_WIDTH}, got {text!r}", param_hint="--width")
+    return widths
 
 
 def _workloads(named: str, files: list[Path], *, by_category: bool) -> tuple[Workload, ...]:

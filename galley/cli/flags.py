@@ -21,6 +21,7 @@ from rich.text import Text
 from galley.client.addresses import DEFAULT_PORT
 from galley.client.options import GenerateOptions, Retries, Speculation, Tls
 from galley.common.printable import printable
+from galley.core.trees import MAX_WIDTH
 from galley.stack.endpoint import NoEndpoint, RunningStack, SeveralStacks, find_stack
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
@@ -323,6 +324,15 @@ def answer_options(  # noqa: PLR0913  # one parameter a flag
     k: Annotated[
         int | None, _speculation(min=0, help="Draft tokens a round. Default: the gateway chooses.")
     ] = None,
+    width: Annotated[
+        int | None,
+        _speculation(
+            min=1,
+            max=MAX_WIDTH,
+            help="Most draft tokens for one position; above 1 they form a tree. Default: 1 with --k or"
+            " --strategy, else the gateway chooses.",
+        ),
+    ] = None,
     strategy: Annotated[
         str, _speculation(help="Draft strategy: ngram, model, hybrid or none. Default: the gateway's.")
     ] = "",
@@ -353,10 +363,11 @@ def answer_options(  # noqa: PLR0913  # one parameter a flag
 ) -> GenerateOptions:
     """Return the request's options for these flags; the gateway checks the bounds that they do not check."""
     given = locals()
-    if no_speculation and (k is not None or strategy):
-        raise typer.BadParameter("cannot be combined with --k or --strategy", param_hint="--no-speculation")
+    if no_speculation and (k is not None or width is not None or strategy):
+        problem = "cannot be combined with --k, --width or --strategy"
+        raise typer.BadParameter(problem, param_hint="--no-speculation")
     options = {name: given[name] for name in GenerateOptions.__annotations__ if name in given}
-    speculation = Speculation(off=no_speculation, k=k, strategy=strategy)
+    speculation = Speculation(off=no_speculation, k=k, strategy=strategy, width=width)
     options |= {"stop": stop or (), "speculation": speculation, "timeout_s": timeout}
     return cast("GenerateOptions", options)
 

@@ -215,7 +215,8 @@ def _speculation(name: str, value: object) -> Speculation:
         raise ValueError(f"{name}: {problem}") if isinstance(value, str) else TypeError(f"{name}: {problem}")
     strategy = _text(f"{name}.strategy", value.strategy)
     k = None if value.k is None else _UINT32(f"{name}.k", value.k)
-    return Speculation(_flag(f"{name}.off", value.off), k, strategy)
+    width = None if value.width is None else _UINT32(f"{name}.width", value.width)
+    return Speculation(_flag(f"{name}.off", value.off), k, strategy, width)
 
 
 def _kind(value: object) -> str:

@@ -19,13 +19,15 @@ class Message:
 class Speculation:
     """The drafting of a request; `Speculation()` leaves it to the gateway.
 
-    `off` is plain decoding. `k` (draft tokens a round) or `strategy` fixes both for the request; the one left
-    out is the gateway's default.
+    `off` is plain decoding. `k`, `strategy` or `width` fixes all three for the request; those left out are
+    the gateway's defaults. `k` is the number of draft tokens a round. `width`, from 1 to 8, is the most of
+    them for one position; above 1 they form a tree.
     """
 
     off: bool = False
     k: int | None = None
     strategy: str = ""
+    width: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,9 +58,11 @@ def _set_prediction(prediction: pb.Prediction, given: str | list[int] | None) ->
 def _speculation(options: Speculation) -> pb.Speculation:
     if options.off:
         return pb.Speculation(mode=pb.Speculation.MODE_OFF)
-    if options.k is None and not options.strategy:
+    if options == Speculation():
         return pb.Speculation(mode=pb.Speculation.MODE_AUTO)
-    return pb.Speculation(mode=pb.Speculation.MODE_FIXED, k=options.k, strategy=options.strategy)
+    return pb.Speculation(
+        mode=pb.Speculation.MODE_FIXED, k=options.k, width=options.width, strategy=options.strategy
+    )
 
 
 def _set_prompt(request: pb.GenerateRequest, prompt: str | list[Message] | list[int]) -> None:

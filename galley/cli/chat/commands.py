@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ _NUMBERS = (*RECOMMENDED_SAMPLING, *_PENALTIES, "seed", "max_tokens", "min_token
 # Options whose zero is not their default.
 _ZERO_COUNTS = {*RECOMMENDED_SAMPLING, "seed", "logprobs"}
 _TEXTS = ("stop", "workload", "lora")
-_SPECULATION = ("speculation", "k", "strategy")
+_SPECULATION = ("speculation", "k", "width", "strategy")
 _SWITCHES = {"on": True, "off": False}
 
 
@@ -116,9 +116,10 @@ def _speculation(chat: Chat, name: str, value: str) -> object:
     chosen = current if isinstance(current, Speculation) else Speculation()
     if name == "speculation":
         return {"": Speculation(), "auto": Speculation(), "off": Speculation(off=True)}.get(value, value)
-    if name == "k":
-        return Speculation(k=cast("int", _number(value)) if value else None, strategy=chosen.strategy)
-    return Speculation(k=chosen.k, strategy=value)
+    if name == "strategy":
+        return replace(chosen, off=False, strategy=value)
+    number = cast("int", _number(value)) if value else None
+    return replace(chosen, off=False, k=number) if name == "k" else replace(chosen, off=False, width=number)
 
 
 def _number(value: str) -> object:
@@ -155,8 +156,9 @@ def _settings(chat: Chat) -> str:
     if isinstance(speculation, Speculation):
         mode = "off" if speculation.off else "auto" if speculation == Speculation() else "fixed"
         k = "" if speculation.k is None else f", k {speculation.k}"
+        width = "" if speculation.width is None else f", width {speculation.width}"
         strategy = f", strategy {speculation.strategy}" if speculation.strategy else ""
-        lines.append(f"speculation: {mode}{k}{strategy}")
+        lines.append(f"speculation: {mode}{k}{width}{strategy}")
     lines += [f"{name}: {'on' if getattr(chat, name) else 'off'}" for name in ("origins", "stats")]
     return "\n".join(lines)
 

@@ -45,8 +45,9 @@ class SessionSpec:
     """The request of a session: what its answer depends on besides the target build, and how to compute it.
 
     `max_position` bounds positions, prompt included (exclusive). `k` is the most draft tokens verified in a
-    round; 0 turns speculation off. With `auto`, as many are drafted as pay, down to none. An empty `strategy`
-    leaves the choice to the draft. With `continue_without_client`, work goes on after the client disconnects.
+    round; 0 turns speculation off. With `auto`, as many are drafted as pay, down to none. `width` is the most
+    draft tokens for one position; 0 is 1, or with `auto` what the gateway chooses. An empty `strategy` leaves
+    the choice to the draft. With `continue_without_client`, work goes on after the client disconnects.
     `lora` names a LoRA adapter; empty: the model itself. The output belongs to the language of `grammar`, if
     there is one, and probably contains the tokens of `prediction`.
     """
@@ -63,6 +64,7 @@ class SessionSpec:
     k: int = 0
     auto: bool = False
     strategy: str = ""
+    width: int = 0
     workload: str = ""
     arrival_ns: int = 0
     priority: int = 0

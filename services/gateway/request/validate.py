@@ -25,6 +25,7 @@ from galley.core.errors import (
 from galley.core.grammar.spec import KINDS, GrammarSpec
 from galley.core.names import NO_STRATEGY
 from galley.core.sampling_params import SamplingParams
+from galley.core.trees import MAX_WIDTH
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.request.chat import chat_bytes, chat_messages, chat_tools, check_values
 
@@ -137,6 +138,7 @@ def parse_generate(
     _check_stop_token_ids(request.stop_token_ids, limits, model.vocab_size)
     logprobs = _logprobs(request, limits)
     k, auto, strategy = _speculation(request.speculation, limits, model)
+    width = _width(request.speculation)
     _check_labels(request, limits)
     _check_asked_length(request, model.context_window)
     grammar = _grammar(request, model)
@@ -161,6 +163,7 @@ def parse_generate(
         k=k,
         auto=auto,
         strategy=strategy,
+        width=width,
         workload=request.workload,
         priority=request.priority,
         continue_without_client=request.continue_without_client,
@@ -277,6 +280,13 @@ def _speculation(message: pb.Speculation, limits: Limits, model: Model) -> tuple
     if message.mode == pb.Speculation.MODE_FIXED:
         return min(_FIXED_K, model.default_k) if k is None else k, False, strategy
     return model.default_k if k is None else min(k, model.default_k), True, strategy
+
+
+def _width(message: pb.Speculation) -> int:
+    """Return the most draft tokens for one position; 0 if the request does not say."""
+    if message.HasField("width"):
+        check_range("speculation.width", message.width, least=1, most=MAX_WIDTH)
+    return 0 if message.mode == pb.Speculation.MODE_OFF else message.width
 
 
 def _grammar(request: pb.GenerateRequest, model: Model) -> GrammarSpec | None:

@@ -137,8 +137,10 @@ def _speculation(options: SpeculationOptions | None) -> pb.Speculation:
     if options is None:
         return pb.Speculation(mode=pb.Speculation.MODE_AUTO)  # as the Python client sends it
     for name in options.model_extra or ():
-        raise InvalidField(f"speculation.{name[:32]}", "must be mode, k or strategy")
-    return pb.Speculation(mode=_MODES[options.mode], k=options.k, strategy=options.strategy)
+        raise InvalidField(f"speculation.{name[:32]}", "must be mode, k, width or strategy")
+    return pb.Speculation(
+        mode=_MODES[options.mode], k=options.k, width=options.width, strategy=options.strategy
+    )
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:

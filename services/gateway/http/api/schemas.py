@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, Field, ValidatorFunctionWrapHandler, WrapValidator
 
 from galley.core.errors import InvalidField, Unimplemented
+from galley.core.trees import MAX_WIDTH
 from services.gateway.http.parameters.parts import ContentPart, Few, Open
 from services.gateway.http.parameters.structured import Prediction, ResponseFormat, StructuredOutputs
 from services.gateway.http.parameters.tools import ToolCalls, ToolChoice, Tools
@@ -39,6 +40,9 @@ class SpeculationOptions(Open):
     mode: Literal["auto", "off", "fixed"] = Field("auto", description="`fixed`: k draft tokens a round.")
     k: int | None = Field(
         None, ge=0, lt=1 << 32, description="Draft tokens a round; with mode auto the most of them."
+    )
+    width: int | None = Field(
+        None, ge=1, le=MAX_WIDTH, description="Most draft tokens for one position; above 1 they form a tree."
     )
     strategy: str = Field("", description="Strategy of the draft. Empty: the draft's default.")
 

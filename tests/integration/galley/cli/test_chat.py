@@ -60,19 +60,23 @@ def test_the_system_message_can_be_set_and_removed() -> None:
 def test_options_are_set_shown_and_set_back() -> None:
     gateway = FakeGateway(default_sampling=pb.SamplingParams(temperature=0.25, top_k=20))
     lines = (
-        "/set temperature 0\n/set seed 7\n/set k 3\n/set strategy ngram\n/set lora sql\n/set\none\n"
+        "/set temperature 0\n/set seed 7\n/set k 3\n/set width 2\n/set strategy ngram\n/set lora sql\n"
+        "/set\none\n"
         "/set temperature\n/set speculation off\n/set lora\n/set\ntwo\n"
     )
     shown = ask(gateway, "chat", stdin=lines).stderr
     first, second = (generate_request_of(gateway, number) for number in (0, 1))
     assert first.sampling == pb.SamplingParams(temperature=0, seed=7)
-    assert first.speculation == pb.Speculation(mode=pb.Speculation.MODE_FIXED, k=3, strategy="ngram")
+    assert first.speculation == pb.Speculation(mode=pb.Speculation.MODE_FIXED, k=3, width=2, strategy="ngram")
     assert second.sampling == pb.SamplingParams(seed=7)
     assert second.speculation.mode == pb.Speculation.MODE_OFF
     assert (first.lora, second.lora) == ("sql", "")
     before, _, after = shown.partition("temperature: default")
     assert "temperature: 0\ntop_p: default\ntop_k: 20 (the model's)" in before
-    assert "seed: 7\nlora: sql\nspeculation: fixed, k 3, strategy ngram\norigins: off\nstats: off" in before
+    assert (
+        "seed: 7\nlora: sql\nspeculation: fixed, k 3, width 2, strategy ngram\norigins: off\nstats: off"
+        in before
+    )
     assert "temperature: 0.25 (the model's)" in after
     assert "speculation: off" in after
 

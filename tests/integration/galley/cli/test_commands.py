@@ -99,7 +99,7 @@ def test_every_flag_reaches_the_wire() -> None:
     flags = (
         "--temperature=0.5 --top-p=0.5 --top-k=7 --min-p=0.25 --frequency-penalty=1 --presence-penalty=-1 "
         "--repetition-penalty=1.5 --seed=18446744073709551615 --max-tokens=9 --min-tokens=2 --stop=a "
-        "--stop=b --ignore-eos --logprobs=3 --k=2 --strategy=ngram --workload=code "
+        "--stop=b --ignore-eos --logprobs=3 --k=2 --width=3 --strategy=ngram --workload=code "
         "--idempotency-key=key --continue-without-client --timeout=60 --lora=sql"
     )
     assert ask(gateway, "generate", "x", "--raw", *flags.split()).exit_code == 0
@@ -121,7 +121,7 @@ def test_every_flag_reaches_the_wire() -> None:
         stop=["a", "b"],
         ignore_eos=True,
         logprobs=3,
-        speculation=pb.Speculation(mode=pb.Speculation.MODE_FIXED, k=2, strategy="ngram"),
+        speculation=pb.Speculation(mode=pb.Speculation.MODE_FIXED, k=2, width=3, strategy="ngram"),
         workload="code",
         idempotency_key="key",
         continue_without_client=True,
@@ -399,6 +399,10 @@ def test_a_name_in_use_and_a_bad_name_are_refused() -> None:
         (["bench", "--endpoint=x:y"], "--endpoint: must be HOST[:PORT], got 'x:y'"),
         (["generate", "x", "--endpoint=x:99999"], "--endpoint: must be HOST[:PORT], got 'x:99999'"),
         (["generate", "x", "--no-speculation", "--k=2"], "--no-speculation: cannot be combined with --k"),
+        (
+            ["generate", "x", "--no-speculation", "--width=2"],
+            "--no-speculation: cannot be combined with --k, --width",
+        ),
         (["generate", "x", "--foo"], "No such option: --foo"),
         (["generate", "--endpoint=x"], "PROMPT: must be a text, or - for standard input, or be left out"),
         (["generate", "x", "--file=/dev/null", "--endpoint=x"], "PROMPT: must be a text, or - for"),

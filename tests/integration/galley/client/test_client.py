@@ -117,6 +117,7 @@ async def test_options_reach_the_wire() -> None:
         (Speculation(), pb.Speculation.MODE_AUTO),
         (Speculation(off=True), pb.Speculation.MODE_OFF),
         (Speculation(strategy="model"), pb.Speculation.MODE_FIXED),
+        (Speculation(width=2), pb.Speculation.MODE_FIXED),
     ],
 )
 async def test_speculation_modes(speculation: Speculation, mode: pb.Speculation.Mode.ValueType) -> None:

@@ -86,6 +86,7 @@ def test_every_option_is_known() -> None:
         ({"speculation": "ngram"}, f"speculation: {MODES} 'ngram'"),
         ({"speculation": False}, f"speculation: {MODES} False"),
         ({"speculation": Speculation(k=-1)}, "speculation.k: must be in [0, 4294967295], got -1"),
+        ({"speculation": Speculation(width=-1)}, "speculation.width: must be in [0, 4294967295], got -1"),
         ({"speculation": Speculation(strategy=3)}, "speculation.strategy: must be text, got int"),  # type: ignore[arg-type]
         ({"speculation": Speculation(off="yes")}, "speculation.off: must be True or False, got 'yes'"),  # type: ignore[arg-type]
         ({"workload": b"chat"}, "workload: must be text, got bytes"),

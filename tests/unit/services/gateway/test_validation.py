@@ -240,6 +240,21 @@ def test_modes(fields: dict[str, Any], expected: tuple[int, bool, str]) -> None:
     assert (spec.k, spec.auto, spec.strategy) == expected
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, 0),
+        ({"mode": pb.Speculation.MODE_AUTO, "width": 3}, 3),
+        ({"mode": pb.Speculation.MODE_OFF, "width": 3}, 0),
+        ({"mode": pb.Speculation.MODE_FIXED}, 0),
+        ({"mode": pb.Speculation.MODE_FIXED, "width": 1}, 1),
+        ({"mode": pb.Speculation.MODE_FIXED, "width": 8}, 8),
+    ],
+)
+def test_the_width_of_a_mode(fields: dict[str, Any], expected: int) -> None:
+    assert parse(**speculation(**fields)).width == expected
+
+
 REGEX: dict[str, Any] = {"structured_output": {"regex": "a+"}}
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
@@ -293,6 +308,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (sampling(logit_bias={1: math.nan}), "sampling.logit_bias[1]", "[-100, 100]"),
     (speculation(k=17), "speculation.k", "[0, 16]"),
     (speculation(mode=pb.Speculation.MODE_OFF, k=17), "speculation.k", "[0, 16]"),
+    (speculation(width=0), "speculation.width", "[1, 8]"),
+    (speculation(mode=pb.Speculation.MODE_OFF, width=9), "speculation.width", "[1, 8]"),
     (speculation(strategy="magic"), "speculation.strategy", "model, ngram"),
     (speculation(mode=9), "speculation.mode", "9"),
     ({"logprobs": 21}, "logprobs", "[0, 20]"),
