@@ -37,9 +37,10 @@ class Rounds:
     """The gateway's counts of the rounds of one or more answers, summed; times in nanoseconds.
 
     `proposed` draft tokens arrived, of which `drafted` went to the target; `cancelled` proposals did not
-    arrive. `accepted_at[i]` counts the rounds in which draft token i was accepted, `verified_at[i]` those in
-    which it was verified. `exposed_draft_ns` is the time in which the target waited for the draft. `sources`
-    divides draft tokens by what proposed them.
+    arrive. `accepted_at[i]` counts the rounds in which a draft token for position i was accepted, and
+    `verified_at[i]` those in which any was verified. `accepted_by_rank` and `verified_by_rank` count draft
+    tokens by rank among the candidates for their position. `exposed_draft_ns` is the time in which the target
+    waited for the draft. `sources` divides draft tokens by what proposed them.
     """
 
     rounds: int = 0
@@ -50,6 +51,8 @@ class Rounds:
     accepted: int = 0
     accepted_at: tuple[int, ...] = ()
     verified_at: tuple[int, ...] = ()
+    accepted_by_rank: tuple[int, ...] = ()
+    verified_by_rank: tuple[int, ...] = ()
     round_ns: int = 0
     exposed_draft_ns: int = 0
     draft_compute_ns: int = 0
@@ -63,9 +66,17 @@ class Rounds:
 
     @property
     def by_position(self) -> tuple[float, ...]:
-        """Return the share of verified draft tokens that was accepted, by position."""
-        pairs = zip_longest(self.accepted_at, self.verified_at, fillvalue=0)
-        return tuple(accepted / verified for accepted, verified in pairs if verified)
+        """Return by position the share of rounds that accepted a draft token, of those that verified any."""
+        return _shares(self.accepted_at, self.verified_at)
+
+    @property
+    def by_rank(self) -> tuple[float, ...]:
+        """Return the share of verified draft tokens that was accepted, by rank."""
+        return _shares(self.accepted_by_rank, self.verified_by_rank)
+
+    @property
+    def has_trees(self) -> bool:
+        return len(self.verified_by_rank) > 1
 
     @property
     def exposed_share(self) -> float:
@@ -80,6 +91,10 @@ class Rounds:
     @property
     def wasted_verify(self) -> int:
         return self.verified - self.accepted
+
+
+def _shares(parts: Sequence[int], wholes: Sequence[int]) -> tuple[float, ...]:
+    return tuple(part / whole for part, whole in zip_longest(parts, wholes, fillvalue=0) if whole)
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,6 +271,8 @@ def _rounds(stats: pb.SpeculationStats) -> Rounds:
         accepted=stats.accepted,
         accepted_at=tuple(stats.accepted_at),
         verified_at=tuple(stats.verified_at),
+        accepted_by_rank=tuple(stats.accepted_by_rank),
+        verified_by_rank=tuple(stats.verified_by_rank),
         round_ns=stats.round_ns,
         exposed_draft_ns=stats.exposed_draft_ns,
         draft_compute_ns=stats.draft_compute_ns,

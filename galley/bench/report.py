@@ -25,6 +25,7 @@ from galley.bench.verdict import Gain, best_by_load, gains_of, of_mean, sentence
 
 MAX_K = 16
 _TIMES = "×"
+_MOST_POSITIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,7 @@ def _figures(of: Rounds) -> dict[str, Any]:
         **asdict(of),
         "tokens_per_round": of.tokens_per_round,
         "accepted_by_position": of.by_position,
+        "accepted_share_by_rank": of.by_rank,
         "exposed_draft_share": of.exposed_share,
         "wasted_draft": of.wasted_draft,
         "wasted_verify": of.wasted_verify,
@@ -195,6 +197,38 @@ def acceptance_table(acceptance: Mapping[tuple[str, str], Rounds]) -> Table:
         "for the draft; wasted: share of the proposed, or of the verified, that was not accepted"
     )
     return table
+
+
+def tree_table(acceptance: Mapping[tuple[str, str], Rounds]) -> Table:
+    """Return acceptance by position and by rank, of chains beside trees."""
+    positions = min(_MOST_POSITIONS, max((len(of.by_position) for of in acceptance.values()), default=0))
+    width = max((len(of.by_rank) for of in acceptance.values()), default=0)
+    table = Table(title="Chains and trees: acceptance by position and by rank", title_justify="left")
+    for name in ("workload", "arm"):
+        table.add_column(name)
+    columns = ["tokens/round", "verified/round"]
+    columns += [f"position {position}" for position in range(positions)]
+    columns += [f"rank {rank}" for rank in range(width)]
+    for name in columns:
+        table.add_column(name, justify="right")
+    for (workload, arm), of in acceptance.items():
+        table.add_row(
+            workload,
+            arm,
+            f"{of.tokens_per_round:.2f}",
+            f"{of.verified / of.rounds:.2f}",
+            *_padded(of.by_position, positions),
+            *_padded(of.by_rank, width),
+        )
+    table.caption = (
+        "position: share of the rounds with a draft token for it in which one was accepted; "
+        "rank: share of the verified draft tokens of this rank that was accepted"
+    )
+    return table
+
+
+def _padded(shares: Sequence[float], count: int) -> list[str]:
+    return [f"{share:.2f}" for share in shares[:count]] + [""] * (count - len(shares))
 
 
 def prediction_table(rows: Sequence[Row], predicted: Mapping[Row, tuple[float, int | None]]) -> Table:

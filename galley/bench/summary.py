@@ -208,8 +208,11 @@ def predicted_gain(of: Rounds, streams: int, times: StepTimes) -> float:
 
 
 def predicted_best_k(of: Rounds, streams: int, times: StepTimes, max_k: int) -> int | None:
-    """Return the k of the highest predicted gain for this acceptance rate of first draft tokens, or None."""
-    if not (of.verified_at and of.verified_at[0] and of.proposed):
+    """Return the k of the highest predicted gain for this acceptance rate of first draft tokens, or None.
+
+    The model knows chains alone.
+    """
+    if of.has_trees or not (of.verified_at and of.verified_at[0] and of.proposed):
         return None
     alpha = of.accepted_at[0] / of.verified_at[0] if of.accepted_at else 0.0
     step_ns = of.draft_compute_ns / of.proposed

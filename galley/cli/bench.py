@@ -282,12 +282,15 @@ def _print(report: Report) -> None:
         acceptance_table,
         prediction_table,
         speed_table,
+        tree_table,
         verdict_table,
     )
 
     console = table_console()
     console.print(speed_table(report.rows, report.baseline))
     console.print(acceptance_table(report.acceptance))
+    if any(of.has_trees for of in report.acceptance.values()):
+        console.print(tree_table(report.acceptance))
     console.print(prediction_table(report.rows, report.predicted))
     for rows, ms in report.pass_ms:
         console.print(Text(f"a target step over {rows} rows took {ms:.1f} ms"), style="dim")

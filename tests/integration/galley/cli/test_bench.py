@@ -43,6 +43,22 @@ def test_all_offered_strategies_are_measured(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_chains_and_trees_of_a_strategy_are_measured() -> None:
+    gateway = FakeGateway()
+    with serving(gateway) as address:
+        result = run("--endpoint", address, *SHORT, "--strategies=ngram", "--k=2,4", "--width=1,2", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["asked"]["arms"] == [
+        "off",
+        "ngram-2",
+        "ngram-2x2",
+        "ngram-4",
+        "ngram-4x2",
+    ]
+    sent = {(request.speculation.k, request.speculation.width) for request in requests_of(gateway)}
+    assert sent == {(0, 0), (2, 0), (2, 2), (4, 0), (4, 2)}
+
+
 def test_repeated_run_uses_new_labels_and_prompts() -> None:
     gateway = FakeGateway()
     calls = []

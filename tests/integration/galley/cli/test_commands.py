@@ -396,6 +396,7 @@ def test_a_name_in_use_and_a_bad_name_are_refused() -> None:
             ["bench", "--strategies=foo"],
             "--strategies: must be one of off, auto, ngram, model, hybrid, got 'foo'",
         ),
+        (["bench", "--width=1,9"], "--width: must be numbers <= 8, got '1,9'"),
         (["bench", "--endpoint=x:y"], "--endpoint: must be HOST[:PORT], got 'x:y'"),
         (["generate", "x", "--endpoint=x:99999"], "--endpoint: must be HOST[:PORT], got 'x:99999'"),
         (["generate", "x", "--no-speculation", "--k=2"], "--no-speculation: cannot be combined with --k"),

@@ -9,7 +9,7 @@ import pytest
 
 from galley.bench.answers import Answer
 from galley.bench.closed_loop import LoopBlock
-from galley.bench.report import as_dict, report_of
+from galley.bench.report import as_dict, report_of, tree_table
 from galley.bench.summary import (
     mean_ratio,
     pass_times,
@@ -132,6 +132,37 @@ def test_model_predicts_tokens_per_round_time() -> None:
     best = predicted_best_k(drafted, 1, times, 16)
     assert best is not None
     assert 1 <= best <= 16
+
+
+def test_trees_are_compared_with_chains_by_position_and_rank() -> None:
+    chain = replace(
+        rounds_of(40, 18),
+        accepted_at=(6, 4),
+        verified_at=(10, 8),
+        accepted_by_rank=(10,),
+        verified_by_rank=(18,),
+    )
+    tree = replace(chain, accepted_at=(8,), accepted_by_rank=(6, 2), verified_by_rank=(12, 8))
+    blocks = [
+        block(arm, 0.03, rounds=rounds)
+        for arm, rounds in (("model-4", chain), ("model-4x2", tree))
+        for _ in "12"
+    ]
+    report = report_of(blocks, "model-4", "m")
+    columns = {str(column.header): list(column.cells) for column in tree_table(report.acceptance).columns[1:]}
+    assert columns == {
+        "arm": ["model-4", "model-4x2"],
+        "tokens/round": ["2.80", "2.80"],
+        "verified/round": ["4.00", "4.00"],
+        "position 0": ["0.60", "0.80"],
+        "position 1": ["0.50", "0.00"],
+        "rank 0": ["0.56", "0.50"],
+        "rank 1": ["", "0.25"],
+    }
+    assert [of.has_trees for of in report.acceptance.values()] == [False, True]
+    by_arm = {row.arm: best for row, (_, best) in report.predicted.items()}
+    assert by_arm["model-4"] is not None
+    assert by_arm["model-4x2"] is None, "the model knows chains alone"
 
 
 def test_nothing_is_foretold_where_no_round_was_counted() -> None:
