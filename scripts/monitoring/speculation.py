@@ -82,11 +82,23 @@ SPECULATION = Dashboard(
                 _acceptance("Acceptance rate by model", "by served model.", "model"),
                 Panel(
                     "Acceptance rate by position",
-                    "Accepted draft tokens divided by verified ones, at each position of a round.",
+                    "Share of the rounds with draft tokens for a position in which one of them was accepted.",
                     (
                         Query(
                             ratio(rate(of.ACCEPTED_AT, "position"), rate(of.VERIFIED_AT, "position")),
                             "{{position}}",
+                        ),
+                    ),
+                    "percentunit",
+                    max_value=1,
+                ),
+                Panel(
+                    "Acceptance rate by rank",
+                    "Accepted draft tokens divided by verified ones, by rank among the candidates.",
+                    (
+                        Query(
+                            ratio(rate(of.ACCEPTED_BY_RANK, "rank"), rate(of.VERIFIED_BY_RANK, "rank")),
+                            "{{rank}}",
                         ),
                     ),
                     "percentunit",

@@ -67,10 +67,22 @@ ACCEPTED_TOKENS = _gateway_counter(
     "galley.accepted_tokens", "{token}", "Draft tokens that targets accepted.", _DRAFTED
 )
 ACCEPTED_AT = _gateway_counter(
-    "galley.accepted_at", "{token}", "Accepted draft tokens, by position in the round.", (of.POSITION,)
+    "galley.accepted_at", "{round}", "Rounds that accepted a draft token for a position.", (of.POSITION,)
 )
 VERIFIED_AT = _gateway_counter(
-    "galley.verified_at", "{token}", "Verified draft tokens, by position in the round.", (of.POSITION,)
+    "galley.verified_at", "{round}", "Rounds that verified draft tokens for a position.", (of.POSITION,)
+)
+ACCEPTED_BY_RANK = _gateway_counter(
+    "galley.accepted_by_rank",
+    "{token}",
+    "Accepted draft tokens, by rank among the candidates for their position.",
+    (of.RANK,),
+)
+VERIFIED_BY_RANK = _gateway_counter(
+    "galley.verified_by_rank",
+    "{token}",
+    "Verified draft tokens, by rank among the candidates for their position.",
+    (of.RANK,),
 )
 PROMPT_TOKENS = _gateway_counter(
     "galley.prompt_tokens", "{token}", "Prompt tokens of new sessions.", (of.WORKLOAD,)

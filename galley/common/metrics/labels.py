@@ -21,6 +21,7 @@ from galley.core.names import (
     STRATEGIES,
     TEXT_COMPLETION,
 )
+from galley.core.trees import MAX_WIDTH
 
 GATEWAY, DRAFT, TARGET = "gateway", "draft", "target"
 SERVICES = (GATEWAY, DRAFT, TARGET)
@@ -48,8 +49,13 @@ STRATEGY = Label(
 MODEL = Label("model", "name of the served model", most=4)
 POSITION = Label(
     "position",
-    "index of the draft token in its round",
+    "position in the round: how many draft tokens are before on the path",
     values=(*(str(position) for position in range(16)), "16+"),
+)
+RANK = Label(
+    "rank",
+    "place of the draft token among the candidates for its position, the likeliest first; 0 of a chain",
+    values=tuple(str(rank) for rank in range(MAX_WIDTH)),
 )
 ORIGIN = Label("origin", "`draft`: accepted draft tokens; `target`: the others", values=("draft", "target"))
 WASTED = Label(

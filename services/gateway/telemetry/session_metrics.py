@@ -6,7 +6,7 @@ Rounds and commits are queued and counted many at a time, which makes each much 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from opentelemetry.trace import SpanContext
@@ -19,6 +19,7 @@ from galley.core.admission.admission import Principal
 from galley.core.errors import GalleyError
 from galley.core.session.events import RoundEnded
 from galley.core.session.round import plain_ns
+from galley.core.trees import MAX_WIDTH
 
 _SECOND = 1e9
 _POSITIONS = 16
@@ -59,6 +60,9 @@ class SessionMetrics:
         self.accepted_at, self.verified_at = ByPosition(), ByPosition()
         registry.observe(catalogue.ACCEPTED_AT, self.accepted_at.read)
         registry.observe(catalogue.VERIFIED_AT, self.verified_at.read)
+        self.accepted_by_rank, self.verified_by_rank = ByRank(), ByRank()
+        registry.observe(catalogue.ACCEPTED_BY_RANK, self.accepted_by_rank.read)
+        registry.observe(catalogue.VERIFIED_BY_RANK, self.verified_by_rank.read)
         self._queued: list[Callable[[], None]] = []
         registry.before_reading(self.flush)
         self._workload = registry.bound(WORKLOAD)
@@ -95,7 +99,7 @@ class ByPosition:
         self._beyond = 0
 
     def add(self, length: int) -> None:
-        """Count the tokens at positions [0, length) of one round."""
+        """Count one round at positions [0, length)."""
         if length <= _POSITIONS:
             self._lengths[length] += 1
         else:
@@ -105,6 +109,20 @@ class ByPosition:
     def read(self) -> list[tuple[tuple[str], float]]:
         at = [sum(self._lengths[position + 1 :]) for position in range(_POSITIONS)]
         return [*(((str(position),), count) for position, count in enumerate(at)), (("16+",), self._beyond)]
+
+
+class ByRank:
+    __slots__ = ("_counts",)
+
+    def __init__(self) -> None:
+        self._counts = [0] * MAX_WIDTH
+
+    def add(self, counts: Sequence[int]) -> None:
+        for rank, count in enumerate(counts):
+            self._counts[rank] += count
+
+    def read(self) -> list[tuple[tuple[str], float]]:
+        return [((str(rank),), count) for rank, count in enumerate(self._counts)]
 
 
 class _StrategyMetrics:
@@ -188,7 +206,10 @@ class SessionCounts:
         self._workload.count(done)
         self._output.value += done.confirmed
         of.accepted_at.add(done.accepted)
-        of.verified_at.add(verified)
+        of.verified_at.add(done.depth)
+        tree = done.tree
+        of.accepted_by_rank.add((done.accepted,) if tree is None else tree.accepted_by_rank)
+        of.verified_by_rank.add((verified,) if tree is None else tree.verified_by_rank)
         of.rejected.value += verified - done.accepted
         of.wasted_rows.value += verified + 1 - done.confirmed
         of.draft_wait.observe(done.exposed_draft_ns / _SECOND)

@@ -35,7 +35,7 @@ from galley.core.store import StoredSession
 from services.gateway.telemetry.call import end_of
 from services.gateway.telemetry.observer import RequestObserver, observe_with
 from services.gateway.telemetry.session_metrics import ByPosition, SessionCounts, SessionMetrics
-from services.gateway.telemetry.spans import describe_sources
+from services.gateway.telemetry.spans import describe_counts, describe_sources
 from tests.fakes.readings import count, number
 from tests.fakes.session_ports import SPEC, FaultyStore, PortTarget
 from tests.unit.services.gateway.test_runner import run, runner_of
@@ -136,6 +136,24 @@ def test_draft_tokens_are_counted_by_what_proposed_them(registry: Registry, coun
         assert [number(registry, metric, "none", source, "tiny") for metric in of] == expected
     assert number(registry, catalogue.ROUNDS, "none", "model") == 1
     assert describe_sources(sources) == ("grammar 4/4", "model 1/2")
+
+
+def test_trees_are_counted_by_position_and_rank(registry: Registry, counts: SessionCounts) -> None:
+    chain = ev.RoundEnded(ev.Verified(1, 3, (7, 8), 1, 3, 8, "build"), 0, 9, 3, 1, 2, 0, 0, 9, 0, ev.Timing())
+    verdict = ev.Verified(1, 3, (7, 8, 9), 2, 5, 8, "build")
+    tree = ev.VerifiedTree(depth=2, verified_by_rank=(3, 2), accepted_by_rank=(1, 1))
+    counts.round_ended(chain)
+    counts.round_ended(replace(chain, verdict=verdict, accepted=2, confirmed=3, tree=tree))
+    at, by_rank = (
+        [[number(registry, metric, str(index)) for index in range(3)] for metric in metrics]
+        for metrics in (
+            (catalogue.VERIFIED_AT, catalogue.ACCEPTED_AT),
+            (catalogue.VERIFIED_BY_RANK, catalogue.ACCEPTED_BY_RANK),
+        )
+    )
+    assert at == [[2, 2, 1], [2, 1, 0]]
+    assert by_rank == [[6, 2, 0], [2, 1, 0]]
+    assert describe_counts((2,), (6, 2)) == ("0 2/6", "1 0/2")
 
 
 def test_unverified_proposals_count_as_wasted(registry: Registry, sessions: SessionMetrics) -> None:
