@@ -53,8 +53,9 @@ class SpeculationUsage:
     """Rounds, and draft tokens that were sent to the target, verified and accepted.
 
     `sources` has those of each source: a strategy of the draft such as `model`, the request's `grammar`, its
-    `prediction`, or `shared` (recent answers that all drafts know). A gateway counts from the start of its
-    stream. If the stream was resumed, the rounds before are missing.
+    `prediction`, or `shared` (recent answers that all drafts know). `accepted_by_rank` and `verified_by_rank`
+    count draft tokens by rank among the candidates for their position, the likeliest first. A gateway counts
+    from the start of its stream. If the stream was resumed, the rounds before are missing.
     """
 
     rounds: int
@@ -62,6 +63,8 @@ class SpeculationUsage:
     verified: int
     accepted: int
     sources: dict[str, SourceUsage] = field(default_factory=dict)
+    accepted_by_rank: tuple[int, ...] = ()
+    verified_by_rank: tuple[int, ...] = ()
 
     @property
     def acceptance_rate(self) -> float:
@@ -186,7 +189,15 @@ class Output:
 
 def speculation_usage(stats: pb.SpeculationStats) -> SpeculationUsage:
     sources = {one.source: SourceUsage(one.drafted, one.verified, one.accepted) for one in stats.sources}
-    return SpeculationUsage(stats.rounds, stats.drafted, stats.verified, stats.accepted, sources)
+    return SpeculationUsage(
+        rounds=stats.rounds,
+        drafted=stats.drafted,
+        verified=stats.verified,
+        accepted=stats.accepted,
+        sources=sources,
+        accepted_by_rank=tuple(stats.accepted_by_rank),
+        verified_by_rank=tuple(stats.verified_by_rank),
+    )
 
 
 def _logprobs(entry: pb.PositionLogprobs) -> TokenLogprobs:

@@ -111,6 +111,8 @@ class FakeGateway(rpc.GenerationServicer):
                 )
             index += size
         stats = pb.SpeculationStats(rounds=2, drafted=4, verified=4, accepted=2, sources=self.sources)
+        stats.verified_by_rank.extend((3, 1))
+        stats.accepted_by_rank.extend((1, 1))
         yield pb.StreamEvent(
             finished=pb.Finished(
                 reason=self.reason,

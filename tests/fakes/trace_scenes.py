@@ -98,6 +98,7 @@ def hostile() -> Scene:
         draft_replica=HOSTILE,
         round_strategy=HOSTILE,
         round_sources=(HOSTILE,),
+        round_ranks=(HOSTILE,),
         round_overlap=HOSTILE,
         events=[moved, own],
         batch={},

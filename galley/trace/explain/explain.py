@@ -8,7 +8,7 @@ rule of `causes.py` that applies.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from galley.common.printable import one_line
@@ -22,7 +22,8 @@ from galley.trace.show.summary import count, duration, ms, percent
 _SLOW = 1.5
 _FEW_ROUNDS = 3
 _MOST_MOVES = 3
-_SOURCE = re.compile(r"(?P<source>[a-z]{1,32}) (?P<accepted>[0-9]{1,12})/(?P<verified>[0-9]{1,12})")
+_MOST_POSITIONS = 8
+_COUNTS = re.compile(r"(?P<name>[a-z0-9]{1,32}) (?P<accepted>[0-9]{1,12})/(?P<verified>[0-9]{1,12})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,10 @@ def _spent(story: Story) -> Iterator[str]:
     if by_source := sources_of(story):
         shares = [f"{source} {right:,} of {verified:,}" for source, (right, verified) in by_source]
         yield f"Accepted by source: {', '.join(shares)}."
+    if len(by_rank := _counts_of(story, names.RANKS)) > 1:
+        yield f"Accepted by rank: {_listed(by_rank)}."
+        by_position = _counts_of(story, names.POSITIONS)
+        yield f"Accepted by position, in rounds: {_listed(by_position[:_MOST_POSITIONS])}."
 
 
 def drafts_of(story: Story) -> tuple[int, int, int]:
@@ -164,13 +169,25 @@ def drafts_of(story: Story) -> tuple[int, int, int]:
 
 def sources_of(story: Story) -> list[tuple[str, tuple[int, int]]]:
     """Return (accepted, verified) draft tokens by source, from the requests' spans, else from the rounds."""
-    texts = [text for one in story.requests if one.span for text in one.span.texts(names.SOURCES)]
+    of_rounds = [text for one in story.rounds for text in one.sources]
+    return _counts_of(story, names.SOURCES, of_rounds)
+
+
+def _counts_of(
+    story: Story, attribute: str, of_rounds: Iterable[str] = ()
+) -> list[tuple[str, tuple[int, int]]]:
+    """Return (accepted, verified) by name, from an attribute of the requests' spans, else from the rounds."""
+    texts = [text for one in story.requests if one.span for text in one.span.texts(attribute)]
     sums: dict[str, tuple[int, int]] = {}
-    for text in texts or [text for one in story.rounds for text in one.sources]:
-        if (match := _SOURCE.fullmatch(text)) is not None:
-            accepted, verified = sums.get(match["source"], (0, 0))
-            sums[match["source"]] = accepted + int(match["accepted"]), verified + int(match["verified"])
+    for text in texts or of_rounds:
+        if (match := _COUNTS.fullmatch(text)) is not None:
+            accepted, verified = sums.get(match["name"], (0, 0))
+            sums[match["name"]] = accepted + int(match["accepted"]), verified + int(match["verified"])
     return list(sums.items())
+
+
+def _listed(counts: Iterable[tuple[str, tuple[int, int]]]) -> str:
+    return ", ".join(f"{name}: {accepted:,} of {verified:,}" for name, (accepted, verified) in counts)
 
 
 def _moves(story: Story) -> Iterator[str]:

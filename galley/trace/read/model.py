@@ -89,6 +89,8 @@ class Round:
     verified = _Attribute(Span.integer, names.ROUND_VERIFIED)
     strategy = _Attribute(Span.text, names.ROUND_STRATEGY)
     sources = _Attribute(Span.texts, names.ROUND_SOURCES)  # "source accepted/verified"
+    depth = _Attribute(Span.integer, names.ROUND_DEPTH)  # of a tree; 0 of a chain
+    ranks = _Attribute(Span.texts, names.ROUND_RANKS)  # of a tree: "rank accepted/verified"
     commit_ns = _Attribute(Span.integer, names.COMMIT_NS)  # not part of the duration
     target = _Attribute(Span.text, names.TARGET_REPLICA)
     draft = _Attribute(Span.text, names.DRAFT_REPLICA)

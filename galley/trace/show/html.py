@@ -278,15 +278,7 @@ def _tip(one: Round) -> Iterator[str]:
 
 def _facts(one: Round) -> Iterator[tuple[str, str]]:
     yield "position", f"{one.position:,}, {count(one.confirmed, 'token')} confirmed"
-    k = one.span.integer(names.ROUND_K)
-    yield (
-        "draft tokens",
-        f"k = {k:,}, {one.drafted:,} drafted, {one.verified:,} verified, {one.accepted:,} accepted",
-    )
-    if one.strategy:
-        yield "strategy", one_line(one.strategy)
-    if one.sources:
-        yield "accepted by source", one_line(", ".join(one.sources))
+    yield from _drafts(one)
     if overlap := one.span.text(names.ROUND_OVERLAP):
         yield "drafting", one_line(overlap)
     for name, replica in (("target", one.target), ("draft", one.draft)):
@@ -301,6 +293,20 @@ def _facts(one: Round) -> Iterator[tuple[str, str]]:
         yield "draft computed", f"{ms(computed_ns)} ms"
     if linger_ns := one.span.integer(names.LINGER_NS):
         yield "target lingered", f"{ms(linger_ns)} ms for a draft"
+
+
+def _drafts(one: Round) -> Iterator[tuple[str, str]]:
+    k = one.span.integer(names.ROUND_K)
+    yield (
+        "draft tokens",
+        f"k = {k:,}, {one.drafted:,} drafted, {one.verified:,} verified, {one.accepted:,} accepted",
+    )
+    if one.strategy:
+        yield "strategy", one_line(one.strategy)
+    if one.sources:
+        yield "accepted by source", one_line(", ".join(one.sources))
+    if one.ranks:
+        yield "tree", f"{count(one.depth, 'position')}, accepted by rank: {one_line(', '.join(one.ranks))}"
 
 
 def _step(batch: Batch, sessions: int) -> Iterator[str]:

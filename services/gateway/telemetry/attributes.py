@@ -21,7 +21,7 @@ from galley.core.answer.answer import Ending, SessionSpec
 from galley.core.names import CHAT, TEXT_COMPLETION
 from galley.core.session.machine import Session
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.gateway.telemetry.spans import RoundSpans, describe_sources
+from services.gateway.telemetry.spans import RoundSpans, describe_counts, describe_sources
 
 _LARGEST_INT = 2**63 - 1
 _MAX_MODEL_NAME = 128
@@ -105,6 +105,8 @@ def result_attributes(
         names.VERIFIED: stats.verified,
         names.ACCEPTED: stats.accepted,
         names.SOURCES: describe_sources(stats.sources.values()),
+        names.POSITIONS: describe_counts(stats.accepted_at, stats.verified_at),
+        names.RANKS: describe_counts(stats.accepted_by_rank, stats.verified_by_rank),
         names.SLOWEST_ROUND_NS: rounds.slowest_ns,
         names.SLOWEST_ROUND_POSITION: rounds.slowest_position,
         names.SLOWEST_COMMIT_NS: rounds.slowest_commit_ns,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import Literal, Self
 
 from opentelemetry import context as current
@@ -301,6 +302,12 @@ def describe_sources(sources: Iterable[SourceTokens]) -> tuple[str, ...]:
     return tuple([f"{of.source} {of.accepted}/{of.verified}" for of in sources if of.verified])
 
 
+def describe_counts(accepted: Sequence[int], verified: Sequence[int]) -> tuple[str, ...]:
+    """Return accepted and verified counts by their index, such as `0 3/4`."""
+    pairs = enumerate(zip_longest(accepted, verified, fillvalue=0))
+    return tuple([f"{index} {right}/{of}" for index, (right, of) in pairs])
+
+
 def _set_attributes(
     done: RoundEnded,
     index: int,
@@ -337,5 +344,8 @@ def _set_attributes(
         attributes[names.KV_REUSED] = reused
     if verdict.verified:
         attributes[names.ROUND_SOURCES] = describe_sources(done.sources)
+    if (tree := done.tree) is not None:
+        attributes[names.ROUND_DEPTH] = tree.depth
+        attributes[names.ROUND_RANKS] = describe_counts(tree.accepted_by_rank, tree.verified_by_rank)
     if names_a_span(verdict.batch_span):
         span.link_to((verdict.batch_span,), _BATCH_LINK)

@@ -322,6 +322,21 @@ def test_accepted_draft_tokens_are_told_by_their_sources() -> None:
     assert "Accepted by source: grammar 4 of 4, model 2 of 5." in summarize(scene.story())
 
 
+def test_acceptance_of_trees_is_told_by_rank_and_position() -> None:
+    scene = Scene()
+    trees = {names.RANKS: ("0 9/20", "1 3/12"), names.POSITIONS: ("0 8/10", "1 4/9")}
+    usual_rounds(scene.request(attributes=trees)).end()
+    text = summarize(scene.story())
+    assert "Accepted by rank: 0: 9 of 20, 1: 3 of 12." in text
+    assert "Accepted by position, in rounds: 0: 8 of 10, 1: 4 of 9." in text
+
+
+def test_a_chain_has_one_rank() -> None:
+    scene = Scene()
+    usual_rounds(scene.request(attributes={names.RANKS: ("0 9/20",), names.POSITIONS: ("0 8/10",)})).end()
+    assert "by rank" not in summarize(scene.story())
+
+
 def test_sources_of_a_lost_request_are_those_of_its_rounds() -> None:
     scene = Scene()
     request = usual_rounds(scene.request())
