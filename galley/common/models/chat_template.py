@@ -54,10 +54,19 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             self._tools_template = environment.from_string(self.tools_source)
-            used = find_undeclared_variables(environment.parse(self.tools_source))
+            tree, tools_tree = environment.parse(source), environment.parse(self.tools_source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"chat template: line {error.lineno}: {error.message}") from error
-        self.takes_tools = "tools" in used
+        self.takes_tools = "tools" in find_undeclared_variables(tools_tree)
+        # Of two templates, only that for tools may write calls.
+        self._calls_template = next(
+            (
+                template
+                for template, of in ((self._template, tree), (self._tools_template, tools_tree))
+                if _names(of, "tool_calls")
+            ),
+            None,
+        )
         self._variables = dict(variables)
         self._max_chars = max_chars
 
@@ -70,12 +79,14 @@ class ChatTemplate:
         """Render up to where the assistant's answer begins; the template also reads the variables `more`.
 
         Raise InvalidField("messages") if the template refuses them or writes more than `max_chars`, and
-        InvalidField("tools") if it takes none. The half of a surrogate pair, which only an escape of JSON can
+        InvalidField("tools") if it takes none. Raise InvalidField with the name of a turn that it would leave
+        out: one with calls, or of role `tool`. The half of a surrogate pair, which only an escape of JSON can
         write, is written as that escape: no tokenizer takes it.
         """
         if tools and not self.takes_tools:
             raise InvalidField("tools", "must be absent: the model's chat template takes no tools")
-        written = (self._tools_template if tools else self._template).generate(
+        template = self._tools_template if tools else self._template_of(messages)
+        written = template.generate(
             {
                 **more,
                 **self._variables,
@@ -98,7 +109,35 @@ class ChatTemplate:
             raise InvalidField("messages", problem) from error
         if prompt.tell() > self._max_chars:
             raise InvalidField("messages", f"must come to at most {self._max_chars} characters as a prompt")
-        return prompt.getvalue().encode(errors="backslashreplace").decode()
+        text = prompt.getvalue()
+        if self._calls_template is None:
+            _check_results(messages, text)
+        return text.encode(errors="backslashreplace").decode()
+
+    def _template_of(self, messages: Sequence[Mapping[str, Any]]) -> jinja2.Template:
+        """Return the template of a chat without tools. Raise InvalidField if none writes its calls."""
+        calling = next((index for index, turn in enumerate(messages) if turn.get("tool_calls")), None)
+        if calling is None:
+            return self._template
+        if self._calls_template is None:
+            problem = "must be absent: the model's chat template leaves calls of tools out"
+            raise InvalidField(f"messages.messages[{calling}].tool_calls", problem)
+        return self._calls_template
+
+
+def _check_results(messages: Sequence[Mapping[str, Any]], prompt: str) -> None:
+    """Raise InvalidField for a turn of role `tool` that is not in the prompt."""
+    for index, turn in enumerate(messages):
+        if turn.get("role") == "tool" and str(turn.get("content", "")).strip() not in prompt:
+            problem = "must not be 'tool': the model's chat template leaves such turns out"
+            raise InvalidField(f"messages.messages[{index}].role", problem)
+
+
+def _names(tree: nodes.Template, name: str) -> bool:
+    """Return True if a template reads an attribute or item of this name."""
+    return any(one.attr == name for one in tree.find_all(nodes.Getattr)) or any(
+        one.value == name for one in tree.find_all(nodes.Const)
+    )
 
 
 def _environment(now: Callable[[], datetime]) -> jinja2.Environment:

@@ -370,7 +370,7 @@ def test_a_name_that_is_neither_directory_nor_hub_id() -> None:
         Tokenizer.load("no/such/model at all")
 
 
-USER = [{"role": "user", "content": "<b>é</b>"}]
+USER: list[dict[str, Any]] = [{"role": "user", "content": "<b>é</b>"}]
 
 
 def rendered(source: str, **options: Any) -> str:
@@ -393,6 +393,38 @@ def rendered(source: str, **options: Any) -> str:
 )
 def test_templates_have_what_transformers_gives_them(source: str, expected: str) -> None:
     assert rendered(source) == expected
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "now", "arguments": {}}}
+CALLS = [*USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+RESULT = [*USER, {"role": "tool", "content": " noon ", "tool_call_id": "1"}]
+PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+CALLING = PLAIN + (
+    "{% for message in messages if message['tool_calls'] %}{{ message['tool_calls'] | tojson }}{% endfor %}"
+)
+
+
+def test_calls_that_the_template_leaves_out_are_refused() -> None:
+    with pytest.raises(
+        InvalidField, match=r"must be absent: the model's chat template leaves calls"
+    ) as error:
+        ChatTemplate(PLAIN, {}).render(CALLS)
+    assert error.value.field == "messages.messages[1].tool_calls"
+    assert '"now"' in ChatTemplate(CALLING, {}).render(CALLS)
+
+
+def test_calls_are_written_by_the_template_that_does() -> None:
+    template = ChatTemplate(PLAIN, {}, tools_source=CALLING)
+    assert '"now"' in template.render(CALLS)
+    assert template.render(USER) == ChatTemplate(PLAIN, {}).render(USER)
+
+
+def test_results_that_the_template_leaves_out_are_refused() -> None:
+    assert "tool:  noon" in ChatTemplate(PLAIN, {}).render(RESULT)
+    of_users = "{% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %}"
+    with pytest.raises(InvalidField, match=r"must not be 'tool': the model's chat template leaves") as error:
+        ChatTemplate(of_users, {}).render(RESULT)
+    assert error.value.field == "messages.messages[1].role"
 
 
 def test_the_clock_is_an_argument() -> None:

@@ -296,3 +296,11 @@ async def test_a_model_without_tools_refuses_them(plain_client: HttpClient) -> N
     assert response.json()["error"]["message"] == (
         "tools: must be absent: the model's chat template takes no tools"
     )
+
+
+async def test_a_model_without_tools_refuses_calls_of_earlier_turns(plain_client: HttpClient) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    response = await plain_client.post(PATH, {"messages": turns})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "messages[1].tool_calls")
