@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, Field, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator
 
 from galley.core.errors import InvalidField, Unimplemented
 from galley.core.trees import MAX_WIDTH
@@ -216,8 +216,9 @@ def _unknown_parameters(body: Parameters) -> list[str]:
     """Return the names of parameters that are not known. Raise Unimplemented for one that is not served."""
     unknown: list[str] = []
     for prefix, part in _open_parts(body):
+        has_unsupported = isinstance(part, Parameters | StreamOptions | ChatTurn)
         for name, value in (part.model_extra or {}).items():
-            if name in _UNSUPPORTED:
+            if has_unsupported and name in _UNSUPPORTED:
                 if value not in (*_NOTHING, *_UNSUPPORTED[name]):
                     raise Unimplemented(prefix + name)
             elif name not in _WITHOUT_EFFECT and value is not None:
@@ -225,13 +226,27 @@ def _unknown_parameters(body: Parameters) -> list[str]:
     return unknown
 
 
-def _open_parts(body: Parameters) -> Iterator[tuple[str, BaseModel]]:
-    yield "", body
-    if isinstance(body, ChoicesRequest) and body.stream_options is not None:
-        yield "stream_options.", body.stream_options
-    if isinstance(body, ChatRequest):
-        for index, turn in enumerate(body.messages):
-            yield f"messages[{index}].", turn
+def _open_parts(part: Open, prefix: str = "") -> Iterator[tuple[str, Open]]:
+    """Yield the parts of a request whose unknown names are not used, each with the prefix of its names.
+
+    The parts of turns, of which a request may have very many, are left out.
+    """
+    yield prefix, part
+    if isinstance(part, ChatTurn):
+        return
+    for field, info in type(part).model_fields.items():
+        value, name = getattr(part, field), prefix + (info.alias or field)
+        if isinstance(value, Open) and not _uses_all_names(value):
+            yield from _open_parts(value, f"{name}.")
+        elif isinstance(value, list) and value and isinstance(value[0], Open):
+            for index, one in enumerate(value):
+                yield from _open_parts(one, f"{name}[{index}].")
+
+
+def _uses_all_names(part: Open) -> bool:
+    """Return True for a part that refuses unknown names, or passes them on."""
+    is_tag = isinstance(part, ResponseFormat) and part.type == "structural_tag"
+    return is_tag or isinstance(part, SpeculationOptions | StructuredOutputs)
 
 
 def _warning_of(unknown: list[str]) -> str:

@@ -17,7 +17,7 @@ from tests.fakes.http_client import BODY, CHAT, Events, HttpClient, http_client
 from tests.fakes.waiting import PATIENCE_S
 from tests.fakes.world import PROMPT, Gateway, World, must_be_true, receive
 
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 
 BAD: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"temperature": -1.0}, "temperature", "must be >= 0, got -1"),
@@ -96,6 +96,53 @@ async def test_unknown_parameters_are_ignored_with_a_warning_or_refused(
         refused = await other.post(COMPLETIONS, given)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "guidance")
         assert (await other.post(COMPLETIONS, BODY)).status_code == 200
+
+
+FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+UNKNOWN_INSIDE: list[tuple[str, dict[str, Any], str]] = [
+    (CHATS, {"response_format": {"type": "text", "shape": 1}}, "response_format.shape"),
+    (
+        CHATS,
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "shape": 1}}},
+        "response_format.json_schema.shape",
+    ),
+    (
+        CHATS,
+        {"tools": [{"type": "function", "function": FUNCTION, "shape": 1}], "tool_choice": "none"},
+        "tools[0].shape",
+    ),
+    (
+        CHATS,
+        {"tools": [{"type": "function", "function": {**FUNCTION, "n": 1}}], "tool_choice": "none"},
+        "tools[0].function.n",
+    ),
+    (
+        CHATS,
+        {"prediction": {"type": "content", "content": [{"type": "text", "text": "x", "shape": 1}]}},
+        "prediction.content[0].shape",
+    ),
+    (
+        RESPONSES,
+        {"text": {"format": {"type": "text", "shape": 1}}, "store": False},
+        "text.format.shape",
+    ),
+    (
+        RESPONSES,
+        {"tools": [{"type": "function", **FUNCTION, "shape": 1}], "tool_choice": "none"},
+        "tools[0].shape",
+    ),
+]
+
+
+async def test_unknown_names_inside_parameters_are_named_or_refused(world: World, client: HttpClient) -> None:
+    strict = await world.gateway(http_port=0, strict_parameters=True)
+    async with http_client(strict.http) as strict_client:
+        for path, given, name in UNKNOWN_INSIDE:
+            body = given | ({"input": "x"} if path == RESPONSES else {"messages": CHAT["messages"]})
+            response = await client.post(path, body)
+            assert response.headers["warning"] == f'299 galley "unknown parameters ignored: {name}"', given
+            refused = await strict_client.post(path, body)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
 
 
 async def test_what_is_no_request_is_refused(client: HttpClient) -> None:
