@@ -6,6 +6,7 @@ methods, so that the client does not need pydantic.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -44,13 +45,25 @@ def parser_of(schema: object) -> Callable[[str], Any] | None:
 
 
 def _parse(parse: Callable[[str], Any], text: str) -> Any:
+    """Return the value of the JSON in a text, which may have reasoning before it. Raises ValueError."""
+    starts = [0]
+    for mark in _END_OF_REASONING.finditer(text):
+        # A string of the JSON may spell the mark; what follows it there is no answer.
+        if not any(_ends_in_string(text[start : mark.start()]) for start in starts):
+            starts.append(mark.end())
+    for start in starts[:-1]:
+        with contextlib.suppress(ValueError):
+            return parse(text[start:])
+    return parse(text[starts[-1] :])
+
+
+def _ends_in_string(text: str) -> bool:
+    """Return True if the text is the beginning of JSON, up to within one of its strings."""
     try:
-        return parse(text)
-    except ValueError:
-        end = _END_OF_REASONING.search(text)
-        if end is None:
-            raise
-        return parse(text[end.end() :])
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return error.msg.startswith("Unterminated string")
+    return False
 
 
 def _kind(value: object) -> str:

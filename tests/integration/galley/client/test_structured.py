@@ -87,7 +87,7 @@ async def test_a_stream_that_is_resumed_later_is_parsed_whole() -> None:
 @pytest.mark.parametrize("product", ["tea", "</think>"])
 def test_the_json_after_the_reasoning_of_a_model_is_parsed(product: str) -> None:
     order = Order(product=product, count=3)
-    for reasoning in ("", "<think>Three?</think>\n\n", "[THINK]Three?[/THINK]"):
+    for reasoning in ("", "<think>Three?</think>\n\n", "[THINK]Three?[/THINK]", "`</think>`?</think>"):
         with serving(answering(reasoning + order.model_dump_json())) as address, Client(address) as client:
             assert client.generate("x", schema=Order).parsed == order
             assert client.generate("x", schema=SCHEMA).parsed == order.model_dump()
@@ -100,6 +100,18 @@ def test_an_answer_that_was_cut_says_so_and_keeps_its_text() -> None:
     ):
         result = client.generate("x", schema=Order)
     assert result.text == TEXT[:-4]
+    with pytest.raises(
+        ValueError, match=r"^parsed: the answer ended by 'length' after 3 tokens, before its JSON"
+    ):
+        _ = result.parsed
+
+
+@pytest.mark.parametrize("reasoning", ["", "<think>Three?</think>", "<think>`</think>`?</think>"])
+@pytest.mark.parametrize("cut", ['{"product": "</think>3', '{"product": "</think>", "note": "</think>{}'])
+def test_the_end_of_an_answer_that_was_cut_is_not_its_value(reasoning: str, cut: str) -> None:
+    gateway = answering(reasoning + cut, reason=pb.Finished.REASON_LENGTH)
+    with serving(gateway) as address, Client(address) as client:
+        result = client.generate("x", schema=SCHEMA)
     with pytest.raises(
         ValueError, match=r"^parsed: the answer ended by 'length' after 3 tokens, before its JSON"
     ):
