@@ -126,6 +126,8 @@ class ResponseUsage(BaseModel):
 
 class ResponseBody(BaseModel):
     id: str
+    token_ids: list[int] = Field([], description="With `return_token_ids`.")
+    from_draft: list[bool] = Field([], description="With `return_token_ids`: which of them a draft proposed.")
     object: Literal["response"]
     created_at: int
     status: Literal["in_progress", "completed", "incomplete", "cancelled"]

@@ -110,6 +110,10 @@ class ResponseObjects:
             "stop_reason": None if ending is None else ending.matched,
             "system_fingerprint": answer.fingerprint or self.model.info.fingerprint,
         }
+        if output is not None and self.form.token_ids:
+            records = answer.records[: self.output_len]
+            fields["token_ids"] = answer.output[: self.output_len]
+            fields["from_draft"] = [record.from_draft for record in records]
         return with_json(fields, "output", b"[%b]" % (output or b""))
 
     def message(self, part: bytes = b"") -> bytes:

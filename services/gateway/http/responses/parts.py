@@ -43,8 +43,9 @@ class _Written:
 
     def join(self, fields: Mapping[str, Any], at: Position) -> None:
         self.fields["delta"] += fields["delta"]
-        if "logprobs" in fields:
-            self.fields["logprobs"] += fields["logprobs"]
+        for name in ("logprobs", "token_ids", "from_draft"):
+            if name in fields:
+                self.fields.setdefault(name, []).extend(fields[name])
         self.at = at
 
     @property
@@ -65,6 +66,8 @@ class PartsStream(ResponseEvents):
         session = self.describe(choices)
         self._parts = PartsReader(self._form, self._model, session.answer)
         await self._parts.skip(self._former.index)
+        self._tokens: list[tuple[int, bool]] = []
+        """Those since the last one that caused an event, each with whether it was drafted."""
         self._hash = RunningHash(session.answer.output[: self._former.index])
         self._place = Position(self._former.index, self._hash.digest(), has_begun=True)
         await self.open(session.spec.session_id)
@@ -80,7 +83,9 @@ class PartsStream(ResponseEvents):
         if isinstance(item, NumericsChanged):
             return
         written: list[_Written] = []
-        for index, token in enumerate(item.tokens, item.index):
+        for index, (token, drafted) in enumerate(zip(item.tokens, item.from_draft, strict=True), item.index):
+            if self._form.token_ids:
+                self._tokens.append((token, drafted))
             self._add(written, self._parts.push(index, token))
             self._hash.add([token])
             self._place = Position(index + 1, self._hash.digest(), has_begun=True)
@@ -95,7 +100,7 @@ class PartsStream(ResponseEvents):
         await self._write(written)
         objects = replace(objects, reasoning_tokens=self._parts.reasoning_tokens)
         last = "response.completed" if objects.status == "completed" else "response.incomplete"
-        fields = {"type": last, "sequence_number": self.next_number}
+        fields = {"type": last, "sequence_number": self.next_number, **self._take_tokens()}
         response = objects.response(await self._parts.items_json())
         await self.write(typed_event(last, DONE, with_json(fields, "response", response)), more=False)
 
@@ -112,8 +117,15 @@ class PartsStream(ResponseEvents):
             await self.write(ready)
 
     def _add(self, written: list[_Written], events: Sequence[Event]) -> None:
-        """Add the events of the next token, but for those that the client has."""
+        """Add the events of the next token, but for those that the client has.
+
+        The first event of a token has the tokens since the one that caused an event before it.
+        """
+        if not events:
+            return
         seen = self._former.step if self._former.has_begun and self._place.index == self._former.index else 0
+        kind, fields = events[0]
+        events = [(kind, {**fields, **self._take_tokens()}), *events[1:]]
         for step, (kind, fields) in enumerate(events, 1):
             if step <= seen:
                 continue
@@ -122,6 +134,16 @@ class PartsStream(ResponseEvents):
                 written[-1].join(fields, at)
             else:
                 written.append(_Written(kind, fields, at))
+
+    def _take_tokens(self) -> dict[str, Any]:
+        """Return the tokens for the next event; the client has those before."""
+        taken, self._tokens = self._tokens, []
+        if not taken:
+            return {}
+        return {
+            "token_ids": [token for token, _ in taken],
+            "from_draft": [drafted for _, drafted in taken],
+        }
 
 
 def place_after(number: int, output: Sequence[int], *, has_ended: bool) -> Position | None:

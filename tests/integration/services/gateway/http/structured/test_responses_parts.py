@@ -72,6 +72,33 @@ async def test_events_of_a_response(client: HttpClient, answers: Answers) -> Non
     ]
 
 
+async def test_events_and_responses_have_their_tokens(world: World, answers: Answers) -> None:
+    first = await world.gateway(draft="none", http_port=0)
+    second = await world.gateway(draft="none", http_port=0)
+    answers.write(ANSWER)
+    body = BODY | {"return_token_ids": True}
+    async with http_client(first.http) as client, http_client(second.http) as other:
+        whole = (await client.post(PATH, body)).json()
+        assert len(whole["token_ids"]) == whole["usage"]["output_tokens"]
+        assert whole["from_draft"] == [False] * len(whole["token_ids"])
+        assert (await other.raw.get(f"{PATH}/{whole['id']}")).json()["token_ids"] == whole["token_ids"]
+        events = await client.stream(PATH, body)
+        assert tokens_of(events) == (whole["token_ids"], whole["from_draft"])
+        for read in range(1, len(events.events), 7):
+            begun = events.events[:read]
+            again = await other.resume(Events(list(begun), begun[-1].id, events.session_id))
+            assert tokens_of(again) == tokens_of(events), begun[-1].id
+        assert "token_ids" not in (await client.post(PATH, BODY)).json()
+
+
+def tokens_of(events: Events) -> tuple[list[int], list[bool]]:
+    ids, from_draft = (
+        [one for event in events.events for one in event.json.get(name, ())]
+        for name in ("token_ids", "from_draft")
+    )
+    return ids, from_draft
+
+
 async def test_a_stream_goes_on_after_any_event(world: World, answers: Answers) -> None:
     first = await world.gateway(draft="none", http_port=0)
     second = await world.gateway(draft="none", http_port=0)
