@@ -63,6 +63,8 @@ class MaskThread:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self.waited_ns = 0
+        """The time for which steps waited for masks."""
 
     def start(self, draws: Sequence[Draw], compute: ComputeMask = confirmed_mask) -> Future[Masks]:
         """Return the masks of `draws`, in order, once they are computed: None for a draw without a grammar.
@@ -89,8 +91,10 @@ class MaskThread:
         finally:
             began_ns = time.perf_counter_ns()
             wait((computed,))
+            waited_ns = time.perf_counter_ns() - began_ns
+            self.waited_ns += waited_ns
             if watch is not None:
-                watch.mask_wait_ns = time.perf_counter_ns() - began_ns
+                watch.mask_wait_ns = waited_ns
         masks += computed.result()
 
 

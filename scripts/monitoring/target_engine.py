@@ -5,7 +5,7 @@ from __future__ import annotations
 from galley.common.metrics import catalogue as of
 from scripts.monitoring.grafana import Dashboard, Panel, Query, Row
 from scripts.monitoring.overview import quantiles
-from scripts.monitoring.queries import CHOSEN, WINDOW, gauge, heatmap, mean, rate, ratio
+from scripts.monitoring.queries import CHOSEN, WINDOW, gauge, heatmap, mean, quantile, rate, ratio
 
 _ALL_ROWS = f"sum(rate({of.BATCH_ROWS.prometheus}_sum{{{CHOSEN}}}[{WINDOW}]))"
 
@@ -64,6 +64,18 @@ TARGET_ENGINE = Dashboard(
                     "percentunit",
                     max_value=1,
                     limits=(0.05, 0.2),
+                ),
+                Panel(
+                    "Grammars",
+                    "Mean time that a step waited for masks, and time to compile a request's grammar.",
+                    (
+                        Query(ratio(rate(of.MASK_WAIT), rate(of.BATCH_DURATION)), "mask wait"),
+                        Query(
+                            quantile(0.95, of.GRAMMAR_COMPILE_DURATION, "result"), "compile p95, {{result}}"
+                        ),
+                    ),
+                    "s",
+                    limits=(0.01, 0.1),
                 ),
             ),
         ),

@@ -72,6 +72,7 @@ from services.gateway.settings import (
 from services.gateway.store.redis import RedisStore
 from services.gateway.store.session_log import retry
 from services.gateway.telemetry.call import CallMetrics
+from services.gateway.telemetry.grammar_metrics import GrammarMetrics
 from services.gateway.telemetry.interceptor import RequestTracer, TraceInterceptor
 from services.gateway.telemetry.observer import RequestObservers
 from services.gateway.telemetry.session_metrics import SessionMetrics
@@ -249,6 +250,7 @@ async def _generation(
     if (registry := parts.metrics) is not None:
         peer_files = None if tls["target"] is None else tls["target"].files
         observe_expiry(registry, PEER_CERTIFICATE_EXPIRY, peer_files)
+        grammars.on_compiled = GrammarMetrics(registry).count
         sessions = SessionMetrics(registry, model.name, names_principals=settings.usage_by_principal)
         observe_gateway(registry, streams, targets, None if settings.draft == NO_DRAFT else drafts)
         registry.observe(catalogue.SESSIONS_LIMIT, lambda: [((), model.max_sessions)])

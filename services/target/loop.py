@@ -42,6 +42,7 @@ class StepMeter:
         self._draft_rows = registry.count(catalogue.BATCH_DRAFT_ROWS).at()
         counts, kv = engine.counts, engine.kv
         registry.observe(catalogue.LINGER, lambda: [((), counts.linger_ns / _SECOND)])
+        registry.observe(catalogue.MASK_WAIT, lambda: [((), counts.mask_wait_ns / _SECOND)])
         registry.observe(catalogue.QUEUE_DEPTH, lambda: [((), engine.queue_depth)])
         registry.observe(catalogue.KV_BLOCKS, lambda: _blocks(kv))
         registry.observe(catalogue.KV_PROMPT_TOKENS, lambda: [((), counts.prompt_tokens)])

@@ -155,6 +155,13 @@ COMMIT_DURATION = _gateway_histogram(
     initial=((of.OK,), ("unavailable",)),
     exemplars=True,
 )
+GRAMMAR_COMPILE_DURATION = _gateway_histogram(
+    "galley.grammar.compile_duration",
+    "s",
+    "Time that a request's grammar took to compile; grammars that are compiled already are not counted.",
+    (of.COMPILED,),
+    buckets=of.COMMIT_S,
+)
 SESSIONS_OPEN = _gateway_gauge("galley.sessions.open", "{session}", "Sessions that hold an admission slot.")
 SESSIONS_LIMIT = _gateway_gauge(
     "galley.sessions.limit", "{session}", "Admission slots: the most open sessions (`--max-sessions`)."
@@ -267,6 +274,11 @@ BATCH_DURATION = _target_histogram("galley.batch.duration", "s", "Duration of a 
 BATCH_PREFILL_ROWS = _target_counter("galley.batch.prefill_rows", "{row}", "Rows that read prompts.")
 BATCH_DRAFT_ROWS = _target_counter("galley.batch.draft_rows", "{row}", "Rows that verified draft tokens.")
 LINGER = _target_counter("galley.linger", "s", "Time for which steps waited for draft tokens that were due.")
+MASK_WAIT = _target_counter(
+    "galley.mask_wait",
+    "s",
+    "Time for which steps of Galley's own engine waited for the masks of grammars after their forward pass.",
+)
 QUEUE_DEPTH = _target_gauge("galley.queue.depth", "{request}", "Open requests.")
 QUEUE_AGE = _target_histogram(
     "galley.queue.age", "s", "Time from the arrival of a request to its first step.", buckets=of.WAIT_S

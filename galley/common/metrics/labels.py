@@ -64,6 +64,7 @@ WASTED = Label(
     "`cancelled`: drafted for a cancelled proposal",
     values=("rejected", "unverified", "cancelled"),
 )
+COMPILED = Label("result", "`ok`; `refused`: the request's grammar cannot be used", values=("ok", "refused"))
 OVERLAP = Label(
     "result",
     "`hit`: draft tokens were ready when the round started; `miss`: they were still being drafted",

@@ -247,7 +247,8 @@ class SchedulerCounts:
 
     `prompt_tokens` counts the tokens of sessions that held no blocks here; `reused_tokens` of them were
     cached. `missed` counts requests whose prefix is not cached, `preempted` those that lost their blocks, and
-    `out_of_blocks` those preempted or refused for lack of blocks. Steps waited `linger_ns` for hints.
+    `out_of_blocks` those preempted or refused for lack of blocks. Steps waited `linger_ns` for hints, and
+    `mask_wait_ns` for the masks of grammars.
     """
 
     prompt_tokens: int = 0
@@ -256,3 +257,4 @@ class SchedulerCounts:
     preempted: int = 0
     out_of_blocks: int = 0
     linger_ns: int = 0
+    mask_wait_ns: int = 0

@@ -53,7 +53,7 @@ class PagedEngine:
         return measure(self)
 
     def serve(self, times: StepTimes, limits: Limits) -> PagedTarget:
-        return PagedTarget(self, times, limits)
+        return PagedTarget(self, times, limits, lambda: self._masks.waited_ns)
 
     def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
         """Run one step; what cannot be sampled, such as NaN, is the outcome of its chunk alone."""

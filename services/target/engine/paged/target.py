@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from galley.core.cost.model import StepTimes
@@ -29,7 +29,14 @@ class StepEngine(Protocol):
 class PagedTarget(Scheduler):
     """A `TargetEngine`: a scheduler with the engine that runs its steps."""
 
-    def __init__(self, engine: StepEngine, times: StepTimes, limits: Limits) -> None:
+    def __init__(
+        self,
+        engine: StepEngine,
+        times: StepTimes,
+        limits: Limits,
+        mask_wait_ns: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Run steps on `engine`; `mask_wait_ns` tells for how long they have waited for masks so far."""
         self.info = engine.info
         super().__init__(
             KvTable(self.info.kv_blocks, self.info.kv_block_tokens, limits.max_sessions),
@@ -43,6 +50,9 @@ class PagedTarget(Scheduler):
         self.limits = limits
         self.times = times
         self._engine = engine
+        self._mask_wait_ns = mask_wait_ns
 
     def run(self, plan: StepPlan, watch: StepTrace | None = None) -> Sequence[StepOutcome]:
-        return self._engine.run(plan, watch)
+        outcomes = self._engine.run(plan, watch)
+        self.counts.mask_wait_ns = self._mask_wait_ns()
+        return outcomes

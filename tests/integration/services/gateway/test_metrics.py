@@ -116,6 +116,18 @@ async def test_counted_tokens_are_those_of_the_stream(world: World) -> None:
     assert count(it.registry, catalogue.COMMIT_DURATION, "ok") >= 1
 
 
+async def test_compiled_and_refused_grammars_are_counted(world: World) -> None:
+    it = await counted(world)
+    for _ in "12":
+        await receive(it.gateway.generate(regex="[a-f]{3}", ignore_eos=False))
+    await refused(receive(it.gateway.generate(regex="(", ignore_eos=False)))
+    durations = [
+        histogram(it.registry, catalogue.GRAMMAR_COMPILE_DURATION, result) for result in ("ok", "refused")
+    ]
+    assert [sum(one.counts) for one in durations] == [1, 1]
+    assert all(one.total > 0 for one in durations)
+
+
 @any_credit
 async def test_plain_decoding_has_no_speed_up(world: World) -> None:
     it = await counted(world)

@@ -8,11 +8,14 @@ from galley.common.metrics import catalogue
 from galley.common.metrics.catalogue import of_service
 from galley.common.metrics.labels import TARGET
 from galley.common.metrics.registry import Registry
+from galley.common.wire.codec import grammar_message
+from galley.core.grammar.spec import GrammarSpec
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.fakes.readings import count, histogram, number
+from tests.fakes.tiny_model import STOP
 from tests.fakes.verify_items import slice_of, stream_of, verify
-from tests.integration.services.target.conftest import KV_BLOCKS, Recording
+from tests.integration.services.target.conftest import KV_BLOCKS, Recording, pages
 
 PROMPT = [5, 9, 2, 33] * 12
 
@@ -46,6 +49,24 @@ async def test_passes_and_the_kv_pool_are_what_the_engine_saw(
     blocks = {state: number(registry, catalogue.KV_BLOCKS, state) for state in ("used", "cached", "free")}
     assert blocks["used"] == 0
     assert 0 < blocks["cached"] == KV_BLOCKS - blocks["free"]
+
+
+@pages
+async def test_the_wait_for_masks_is_counted(target: rpc.TargetAsyncStub, registry: Registry) -> None:
+    await verify(target, pb.VerifyItem(slice=slice_of(PROMPT)))
+    assert number(registry, catalogue.MASK_WAIT) == 0
+    grammar = GrammarSpec("regex", "[a-f]{9}")
+    part = slice_of(
+        PROMPT,
+        prompt_len=len(PROMPT),
+        session_id="b",
+        stop_token_ids=[STOP],
+        grammar_hash=grammar.content_hash,
+        structured_output=grammar_message(grammar),
+    )
+    await verify(target, pb.VerifyItem(slice=part))
+    waited, steps = number(registry, catalogue.MASK_WAIT), histogram(registry, catalogue.BATCH_DURATION)
+    assert 0 < waited < steps.total
 
 
 async def test_a_prompt_that_is_cached_is_reused_and_a_prefix_that_is_not_is_a_miss(
