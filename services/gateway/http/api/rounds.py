@@ -39,6 +39,12 @@ class Rounds:
             "compute_ms": parts.compute_ns,
             "wire_ms": parts.wire_ns,
         }
+        tree = done.tree
+        ranks = (
+            {}
+            if tree is None
+            else {"ranks": list(zip(tree.accepted_by_rank, tree.verified_by_rank, strict=True))}
+        )
         return {
             "index": done.verdict.position - self._prompt_len,
             "verified": done.verdict.verified,
@@ -46,6 +52,7 @@ class Rounds:
             "confirmed": done.confirmed,
             "strategy": done.strategy,
             "sources": {of.source: [of.accepted, of.verified] for of in done.sources if of.verified},
+            **ranks,
             "reads_prompt": done.reads_prompt,
             **{name: round(time_ns / _MS, 3) for name, time_ns in times.items()},
         }

@@ -50,7 +50,7 @@ function table(answer, rounds, longestMs, missing) {
     const cells = [missing + i, Math.round(round.at_ms), round.confirmed, accepted, took.toFixed(1)];
     return make(
       "tr",
-      { "data-tip": `${label}${round.verified ? `\naccepted: ${sources(round)}` : ""}` },
+      { "data-tip": `${label}${round.verified ? `\naccepted: ${sources(round)}` : ""}${round.ranks ? `\nby rank: ${ranks(round)}` : ""}` },
       ...cells.map((cell) => make("td", { text: cell })),
       make("td", { class: "bar" }, chart("", longestMs, [{ ...round, at_ms: 0 }], label)),
       make("td", { class: "text" }, ...text),
@@ -64,6 +64,11 @@ function table(answer, rounds, longestMs, missing) {
 /** Say how many draft tokens of each source were accepted. */
 function sources(round) {
   return Object.entries(round.sources).map(([source, [accepted, verified]]) => `${source} ${accepted} of ${verified}`).join(", ");
+}
+
+/** Say how many draft tokens of each rank were accepted: the candidates for a position, the likeliest first. */
+function ranks(round) {
+  return round.ranks.map(([accepted, verified]) => `${accepted} of ${verified}`).join(", ");
 }
 
 /** Draw rounds side by side, `ms` wide. */
