@@ -78,7 +78,7 @@ class HintTail:
         """Return its main path, a chain."""
         if not self.parents:
             return self
-        return self._only(main_path(self.parents, len(self.draft_tokens)), CHAIN)
+        return self.only(main_path(self.parents, len(self.draft_tokens)), CHAIN)
 
     def follow(self, confirmed: Sequence[int]) -> list[int]:
         """Return the nodes of `confirmed` tokens, up to the first that is not in it."""
@@ -105,7 +105,7 @@ class HintTail:
         if node == ROOT:
             return self
         if self.parents:
-            left = self._only(*subtree(self.parents, len(self.draft_tokens), node))
+            left = self.only(*subtree(self.parents, len(self.draft_tokens), node))
         else:
             rest = slice(node + 1, None)
             left = HintTail(
@@ -118,7 +118,8 @@ class HintTail:
         survival = tuple(min(1.0, chance / sure) if sure > 0.0 else 0.0 for chance in left.survival)
         return HintTail(left.draft_tokens, survival, left.after_mismatch, left.sources, left.parents)
 
-    def _only(self, nodes: Sequence[int], parents: Parents) -> HintTail:
+    def only(self, nodes: Sequence[int], parents: Parents) -> HintTail:
+        """Return these nodes, with the parents that they have among themselves."""
         return HintTail(
             tuple(self.draft_tokens[node] for node in nodes),
             tuple(self.survival[node] for node in nodes) if self.survival else (),

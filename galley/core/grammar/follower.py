@@ -64,10 +64,6 @@ class GrammarFollower:
             self._checked = (place, self.state.allowed_nodes(draft_tokens, parents) if is_known else ())
         return self._checked[1]
 
-    def allowed_prefix(self, draft_tokens: tuple[int, ...]) -> int:
-        """Return how many of `draft_tokens`, a chain, the grammar allows next."""
-        return len(self.allowed_nodes(draft_tokens))
-
     def certain(self, most: int) -> tuple[int, ...]:
         """Return at most `most` tokens that follow whatever the model computes: their masks allow no other.
 

@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 
-from galley.core.content import PrefixHasher, common_prefix_len
+from galley.core.content import PrefixHasher
 from galley.core.grammar.follower import GrammarFollower
 from galley.core.hints import NOTHING, Hint, HintTail
 from galley.core.scheduler.hint_statistics import AcceptanceEstimate, HintTiming
 from galley.core.scheduler.messages import Extend, VerifyRequest
-from galley.core.trees import ROOT, best_first, candidates_after
+from galley.core.trees import ROOT, best_first, candidates_after, kept, parent_of, simplified
 
 # Past results kept, so that the delay of a hint anchored at one of them can be measured.
 _ANCHORS = 8
@@ -90,6 +90,17 @@ class PendingHint:
         if sides:
             predicted = sum(self.hint.chance(node) or 0.0 for node in sides)
             self._acceptance.record_sides(right=right in sides, predicted=predicted)
+
+
+def _after_chain(tokens: tuple[int, ...], tree: HintTail) -> HintTail:
+    """Return the tree below the last of these tokens, which are certain."""
+    count = len(tokens)
+    below = [count + parent_of(tree.parents, node) for node in range(len(tree.draft_tokens))]
+    return HintTail(
+        tokens + tree.draft_tokens,
+        (1.0,) * count + tree.survival,
+        parents=simplified([*range(ROOT, count + ROOT), *below]),
+    )
 
 
 class ActiveRequest:
@@ -196,13 +207,22 @@ class ActiveRequest:
         The gateway's hint of these tokens may be on its way.
         """
         certain = grammar.certain(self.room) if self.message.max_verified else ()
-        self.tail = self.tail.main
-        tokens = self.tail.draft_tokens
-        if common_prefix_len(certain, tokens) < len(certain):
-            self.tail, tokens = HintTail(certain, (1.0,) * len(certain)), certain
-        tail = self.tail.first(grammar.allowed_prefix(tokens))
-        self.certain = min(len(certain), len(tail.draft_tokens))
-        self.tail = HintTail(tail.draft_tokens, tail.survival, tail.after_mismatch and not self.certain)
+        tail = self.tail
+        path = tail.follow(certain) if certain else []
+        if len(path) < len(certain):
+            tail = HintTail(certain, (1.0,) * len(certain))
+        elif certain and tail.parents:
+            tail = _after_chain(certain, tail.below(path[-1]))
+        nodes = grammar.allowed_nodes(tail.draft_tokens, tail.parents)
+        if len(nodes) < len(tail.draft_tokens):
+            tail = tail.only(nodes, kept(tail.parents, nodes))
+        self.certain = min(len(certain), len(nodes))
+        self.tail = HintTail(
+            tail.draft_tokens,
+            tail.survival,
+            tail.after_mismatch and not self.certain,
+            parents=tail.parents,
+        )
 
     def _best_first(self, tree: HintTail) -> HintTail:
         """Return the tree with corrected survival, in the order of that."""

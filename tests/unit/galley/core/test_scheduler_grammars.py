@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,8 +22,9 @@ from galley.core.grammar.vocabulary import Vocabulary
 from galley.core.hints import Hint
 from galley.core.scheduler.messages import Confirmed
 from galley.core.step import Sampled, StepChunk, StepPlan
-from galley.core.trees import CHAIN, Parents
+from galley.core.trees import CHAIN, ROOT, Parents, child_of, kept
 from galley.engine.masking import confirmed_mask
+from tests.fakes.draft_trees import random_tree
 from tests.fakes.engine import StrictEngine
 from tests.fakes.scheduler_world import STEEP, Bench, request, result_of
 from tests.fakes.truth import IDS, STOP_ID
@@ -76,10 +78,11 @@ class MaskedEngine(StrictEngine):
         if len(draw.history) == self.fails_at:
             return Broken("no maximum")
         tokens: list[int] = []
-        for i, row in enumerate(confirmed_mask(draw.grammar, draw)):
-            tokens.append(chosen(allowed(row), [*draw.history, *tokens]))
-            if draw.draft_tokens[i : i + 1] != (tokens[-1],):
-                break
+        rows = confirmed_mask(draw.grammar, draw)
+        node: int | None = ROOT
+        while node is not None:
+            tokens.append(chosen(allowed(rows[node + 1]), [*draw.history, *tokens]))
+            node = child_of(draw.draft_tokens, draw.parents, node, tokens[-1])
         draw.grammar.row_ns = self.slow_row_ns or draw.grammar.row_ns
         return Sampled(tuple(tokens))
 
@@ -394,6 +397,61 @@ def test_an_error_after_certain_tokens_comes_where_it_does_without_drafts(at: in
     assert plain == (true[:at], "no maximum")
     # What is certain is not drawn, so nothing fails there.
     assert drafted == ((true, None) if at in {0, 1, 2, 4, 5, 6, 7} else plain)
+
+
+def falling(count: int) -> tuple[float, ...]:
+    return tuple(0.5 ** (i + 1) for i in range(count))
+
+
+def test_nodes_that_the_grammar_forbids_take_no_row_nor_what_is_below_them() -> None:
+    compiled = grammar(LONG)
+    true = answer(compiled)
+    bench, _ = bench_of()
+    session = Session(bench, compiled)
+    nodes = (F, true[0], F, true[1], (true[1] + 1) % F, A)
+    parents = (ROOT, ROOT, 1, 1, 1, 0)
+    session.submit(nodes, survival=falling(6), parents=parents, max_verified=20)
+    plan = bench.begin()
+    draw = plan.chunks[0].draw
+    assert draw is not None
+    allowed_nodes = compiled.start().allowed_nodes(nodes, parents)
+    assert {1, 3} <= set(allowed_nodes) <= {1, 3, 4}
+    assert draw.draft_tokens == tuple(nodes[node] for node in allowed_nodes)
+    assert draw.parents == kept(parents, allowed_nodes)
+    (response,) = bench.finish(plan)
+    assert (result_of(response).tokens, result_of(response).accepted) == (tuple(true[:3]), 2)
+
+
+def test_a_tree_follows_the_certain_tokens() -> None:
+    compiled = grammar(FORCED)
+    bench, engine = bench_of()
+    session = Session(bench, compiled)
+    # a, b and c are certain; then comes d or e.
+    tokens, parents = (A, B, F, C, D, E), (ROOT, 0, 0, 1, 3, 3)
+    session.submit(tokens, survival=falling(6), parents=parents, max_verified=8)
+    plan = bench.begin()
+    chunk = plan.chunks[0]
+    assert chunk.draw is not None
+    assert list(chunk.draw.history) == [*PROMPT, A, B, C]
+    assert (chunk.draw.draft_tokens, chunk.draw.parents) == ((D, E), (ROOT, ROOT))
+    assert chunk.root == len(PROMPT) + 3
+    (response,) = bench.finish(plan)
+    result = result_of(response)
+    assert list(result.tokens) == answer(compiled)[: len(result.tokens)]
+    assert (result.accepted, result.verified, engine.drawn_rows) == (4, 5, [3])
+
+
+@pytest.mark.parametrize("spec", [LONG, FORCED])
+def test_random_trees_change_no_token_of_a_constrained_answer(spec: GrammarSpec) -> None:
+    compiled, rng = grammar(spec), random.Random(5)
+    true = answer(compiled)
+    for _ in range(10):
+        session = Session(bench_of()[0], compiled)
+        while len(session.output) < len(true):
+            tree = random_tree(rng, true[len(session.output) :], 12, vocab=IDS - 1)
+            given = {"survival": tree.survival, "parents": tree.parents}
+            session.round(tree.draft_tokens, max_verified=rng.choice([0, 4, 16]), **given)
+        assert session.output[: len(true)] == true
 
 
 def test_certain_tokens_are_fed_where_no_draft_token_pays() -> None:
