@@ -322,12 +322,12 @@ class GrammarState:
     ) -> None:
         for token in self._compiled.vocabulary.end_tokens:
             rows[:, token >> 5] &= ~np.uint32(1 << (token & 31))
-        begun = set[int]()
+        ended = set[int]()
         for node, token in enumerate(draft_tokens):
-            if parent_of(parents, node) in begun:
-                begun.add(node)
+            if parent_of(parents, node) in ended:
+                ended.add(node)
             elif token == self._spec.after_token:
-                begun.add(node)
+                ended.add(node)
                 fill_below(node, draft_tokens, parents, rows, self._fill_new)
 
     def _fill_new(self, draft_tokens: Sequence[int], parents: Parents, rows: NDArray[np.uint32]) -> None:
