@@ -14,6 +14,10 @@ _PRIOR_TOKENS = 5  # the prior counts as this many tokens
 _DEVIATION = 0.01  # prior: sessions differ, and every deviation shows
 _READING = 1 / 8  # the time to read a token, if unknown, as a part of the time to draft one
 _WORKLOADS = 1024
+_SIDE = 0.3  # prior
+# Weight of the prior when a single token was wrong. Otherwise lists that were once useless are never tried
+# again.
+_FORGET_SIDE = 1 / 32
 
 
 @dataclass(slots=True)
@@ -21,6 +25,7 @@ class DraftStatistics:
     """Running means over the drafts of a session, a workload or a strategy; `tokens` is how many were judged.
 
     - alpha: the chance that a draft token is right if all before it were, verified or not.
+    - side: the chance that the next candidate for a position is right if all likelier ones are wrong.
     - recovery: the chance that the token after a wrong one is right.
     - nonempty_rate: the share of proposals with any token that was not confirmed before.
     - verified_rate: the share of steps with a hint that verify any of it; verified_len: how many tokens then.
@@ -32,6 +37,7 @@ class DraftStatistics:
     """
 
     alpha: float = 0.6
+    side: float = _SIDE
     recovery: float = 0.25
     nonempty_rate: float = 1.0
     verified_rate: float = 1.0
@@ -67,6 +73,13 @@ class DraftStatistics:
     def record_token(self, weight: float, *, right: bool) -> None:
         self.tokens += 1
         self.alpha += max(weight, 1.0 / (self.tokens + _PRIOR_TOKENS)) * (right - self.alpha)
+
+    def record_side(self, weight: float, *, right: bool) -> None:
+        self.side += weight * (right - self.side)
+
+    def forget_side(self, weight: float) -> None:
+        """Record a wrong token that was the only candidate for its position."""
+        self.side += _FORGET_SIDE * weight * (_SIDE - self.side)
 
     def record_recovery(self, weight: float, *, right: bool) -> None:
         self.recovery += weight * (right - self.recovery)
@@ -113,7 +126,7 @@ class SharedStatistics:
     token adds to the step. `confirmed_per_step` counts one session's tokens. `latency_ns` is the time from
     requesting a proposal to receiving it; `message_ns` is that time without computing. Where drafts share
     cores with the target, a nanosecond of their work takes `contention` of one from it. `first_requests`
-    counts requests until a step is recorded.
+    counts requests until a step is recorded. The last target `takes_trees`, or chains alone.
     """
 
     def __init__(self) -> None:
@@ -125,6 +138,7 @@ class SharedStatistics:
         self.message_ns = 0.0
         self.contention = 0.0
         self.first_requests = 0
+        self.takes_trees = True
         self._drafts: LruCache[tuple[str, ...], DraftStatistics] = LruCache(DraftStatistics, _WORKLOADS)
 
     def for_workload(self, strategy: str, workload: str, lora: str = "") -> DraftStatistics:

@@ -11,16 +11,25 @@ probes: it requests a few now and again, to notice when drafts have become good.
 is bounded by a share of the target's time. No probe notices when the load falls: each verdict says what a row
 costs. Beside the tokens for the next step, more are drafted ahead: for the step after it, and because a link
 may be slow. Times are arguments, in nanoseconds.
+
+A tree has several candidates for a position. They are requested where a second one, which is right only if
+the first is wrong, is worth a row as well: the draft and the target then share the rows by survival. How
+often further candidates are right is learned from all that were proposed, verified or not.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from heapq import heappop, heappush
+from itertools import accumulate, repeat
+from operator import mul
 
 from galley.core.answer.answer import SessionSpec
 from galley.core.cost.model import expected_confirmed
 from galley.core.session.draft_statistics import SharedStatistics
+from galley.core.trees import MAX_WIDTH
 
 # Weights of the newest value: in a session, in its workload.
 _SESSION, _WORKLOAD = 0.04, 0.01
@@ -60,9 +69,13 @@ class Speculation:
     def __init__(self, spec: SessionSpec, shared: SharedStatistics) -> None:
         self._k = spec.k
         self._auto = spec.auto
+        self._most_width = spec.width
+        # The most tokens to request now for one position, as of the last `tokens_to_draft`.
+        self.width = 1
         self._workload = shared.for_workload(spec.strategy, spec.workload, spec.lora)
         self._parents = (self._workload, shared.for_strategy(spec.strategy))
         self.shared = shared
+        self._takes_trees = shared.takes_trees
         self.statistics = replace(self._workload, tokens=0)
         self._weighted = ((self.statistics, _SESSION), *((parent, _WORKLOAD) for parent in self._parents))
         self._right_in_a_row = 0
@@ -86,7 +99,32 @@ class Speculation:
             statistics.record_late(weight)
 
     def record_token(self, right: bool) -> None:
-        """Record a proposed token: right, or the first that was wrong."""
+        """Record a proposed token that is alone at its position: right, or the first that was wrong."""
+        self._record_first(right)
+        if not right and self.width == 1:
+            for statistics, weight in self._weighted:
+                statistics.forget_side(weight)
+
+    def record_candidates(self, count: int, rank: int | None) -> None:
+        """Record the candidates for a position, of which the one of this rank was right; None: none was."""
+        if count == 1:
+            self.record_token(rank == 0)
+            return
+        self._record_first(rank == 0)
+        for side in range(1, count if rank is None else rank + 1):
+            for statistics, weight in self._weighted:
+                statistics.record_side(weight, right=side == rank)
+
+    def record_chain(self, count: int) -> None:
+        """Record a chain of `count` tokens where a tree was requested.
+
+        If a second candidate had been likelier than the last of them, the draft makes no trees.
+        """
+        if self._chances(2)[1] > self.alpha**count:
+            for statistics, weight in self._weighted:
+                statistics.record_side(weight, right=False)
+
+    def _record_first(self, right: bool) -> None:
         for parent in self._parents:
             parent.record_deviation(self.statistics.alpha, _WORKLOAD_TOKEN, right=right)
             parent.record_token(_WORKLOAD_TOKEN, right=right)
@@ -109,6 +147,10 @@ class Speculation:
         """
         workload = self._workload
         return workload.alpha + workload.deviation_weight * (self.statistics.alpha - workload.alpha)
+
+    def record_target(self, *, trees: bool) -> None:
+        """Record whether the target of the session takes trees."""
+        self._takes_trees = self.shared.takes_trees = trees
 
     def record_verdict(self, *, offered: bool, verified: int) -> None:
         """Record a verdict; `offered` if the target had draft tokens for it."""
@@ -134,6 +176,7 @@ class Speculation:
         self._paid_ns = None
         if not self._k or room <= 0:
             return 0
+        self.width = self._width_that_pays()
         if self._auto and not self.shared.share_ns:
             self.shared.first_requests += 1
             if self.shared.first_requests > _FIRST_REQUESTS:
@@ -158,6 +201,36 @@ class Speculation:
         steps = max(1.0, min(room / expected_confirmed(self.alpha, most), _STEPS_TO_COME))
         counted_ns = max(_LEAST_READING, self.shared.contention) * reading_ns
         return self._worthwhile(most, 1.0, counted_ns / steps) or self._probe(reading_ns)
+
+    def _width_that_pays(self) -> int:
+        """Return the most candidates for a position of which each is worth its cost, from the second on."""
+        if not self._takes_trees or self._most_width == 1:
+            return 1
+        if not self._auto:
+            return max(1, self._most_width)
+        if not self.shared.share_ns:
+            return 1
+        price, width = self._token_price, 1
+        chances = self._chances(self._most_width or MAX_WIDTH)
+        while width < len(chances) and chances[width] >= price:
+            width += 1
+        return width
+
+    def _chances(self, width: int) -> list[float]:
+        """Return the chance of each candidate for a position, if all tokens before it were right.
+
+        From the second on, each is right with the same chance if those before it are wrong. That fits lists
+        of the likeliest tokens under the noise that draft and target share. The first is the likeliest.
+        """
+        alpha = self.alpha
+        side = min(self.statistics.side, alpha)
+        return [alpha, *((1.0 - alpha) * side * (1.0 - side) ** rank for rank in range(width - 1))]
+
+    def _survivals(self) -> Iterator[float]:
+        """Return the chance that each draft token of a proposal is accepted, the likeliest first, endless."""
+        if self.width > 1:
+            return best_survivals(self._chances(self.width))
+        return accumulate(repeat(self.alpha), mul)
 
     @property
     def _token_price(self) -> float:
@@ -199,6 +272,8 @@ class Speculation:
         ):
             return 0
         count = len(gains)
+        if self.width > 1:
+            return count  # a tree is for one step; more is requested from the end of its main path
         while count < most and (left := self._step_gains(reached * self.alpha**count, most - count)):
             count += len(left)
         return count
@@ -208,17 +283,17 @@ class Speculation:
 
         The step has them with chance `reached`; otherwise they cost no row. A row delays the whole step.
         """
-        share_ns, alpha = self.shared.share_ns, self.alpha
+        share_ns = self.shared.share_ns
         tokens = _MARGIN * self.shared.confirmed_per_step
         row_ns = self.shared.row_ns * tokens
         work_ns = self.shared.contention * self.statistics.share_ns * tokens
         if reached < 1.0:
             work_ns += self.statistics.others_ns
         gains: list[float] = []
-        chance = alpha
-        while len(gains) < most and (gain := reached * (chance * share_ns - row_ns) - work_ns) > 0.0:
+        for _, chance in zip(range(most), self._survivals(), strict=False):
+            if (gain := reached * (chance * share_ns - row_ns) - work_ns) <= 0.0:
+                break
             gains.append(gain)
-            chance *= alpha
         return gains
 
     def _proposal_len(self) -> int:
@@ -238,12 +313,10 @@ class Speculation:
         if not self.shared.step_ns or not statistics.token_ns:
             return min(self._k, _FIRST_TOKENS)
         token_ns = statistics.token_ns + self.shared.row_ns
-        alpha = self.alpha
-        confirmed, chance = 1.0, 1.0
+        confirmed = 1.0
         best, best_rate = 0, confirmed / took_ns
         most = min(self._k, math.ceil(self.shared.step_ns / statistics.token_ns))
-        for count in range(1, most + 1):
-            chance *= alpha
+        for count, chance in zip(range(1, most + 1), self._survivals(), strict=False):
             confirmed += chance
             rate = confirmed / (took_ns + count * token_ns)
             if rate <= best_rate:
@@ -266,3 +339,18 @@ class Speculation:
             return 0
         confirmed = expected_confirmed(self.alpha, self._per_step())
         return math.ceil(confirmed * time_ns / self.shared.step_ns)
+
+
+def best_survivals(chances: Sequence[float]) -> Iterator[float]:
+    """Yield the survival of the nodes of the best tree, the likeliest first, without an end.
+
+    Each node has a child of each of these chances, which fall.
+    """
+    # By survival: that of the parent, and the rank among its children.
+    open_nodes = [(-chances[0], 1.0, 0)]
+    while True:
+        negative, parent, rank = heappop(open_nodes)
+        yield -negative
+        heappush(open_nodes, (negative * chances[0], -negative, 0))
+        if rank + 1 < len(chances):
+            heappush(open_nodes, (-parent * chances[rank + 1], parent, rank + 1))

@@ -26,7 +26,8 @@ def fixed(k: int, here: SharedStatistics) -> Speculation:
 
 
 def auto(k: int, here: SharedStatistics) -> Speculation:
-    return Speculation(spec(k=k, auto=True), here)
+    """Return a session that requests chains; `test_speculation_width.py` has the trees."""
+    return Speculation(spec(k=k, auto=True, width=1), here)
 
 
 def first(speculation: Speculation, room: int = PLENTY, unread: int = 0) -> int:
