@@ -6,11 +6,14 @@ every action of the machine can be compared with it.
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable
 
 from galley.core.answer.answer import Answer, Chunk, SessionSpec
 from galley.core.content import Miss, prefix_hash
 from galley.core.errors import DeadlinePassed, Fenced, StoreUnavailable
+from galley.core.hints import HintTail
 from galley.core.names import GRAMMAR, PREDICTION
 from galley.core.records import PositionLogprobs, TokenRecord
 from galley.core.sampling_params import SamplingParams
@@ -20,11 +23,15 @@ from galley.core.session.events import RoundEnded
 from galley.core.session.machine import Phase, Session, SessionLimits
 from galley.core.session.sources import LocalSources
 from galley.core.store import LogBehind
+from galley.core.trees import parent_of
+from tests.fakes.draft_trees import random_tree
 from tests.fakes.owners import hashes_of
 from tests.fakes.target import OpenRequest, admit
 from tests.fakes.truth import IDS, STOP_ID, letters, true_id, true_output
 
 MS = 1_000_000
+
+TREE_LIES = ["cyclic", "other count", "twins", "no survival", "other survival", "rising survival"]
 
 
 class World:
@@ -262,11 +269,11 @@ class World:
         if isinstance(tokens, Miss):
             return ev.CacheMissed(effect.request_id, tokens.have, tokens.prefix_hash)
         position, anchor = len(tokens), prefix_hash(tokens)
-        for index in range(effect.k):
-            token = true_id(tokens)
-            tokens.append((token + 1) % IDS if index == spoil_at else token)
+        offered = self._tree(effect, tokens) if effect.width > 1 else _chain(tokens, effect.k, spoil_at)
+        tokens += offered.main.draft_tokens
         self.draft_cache = list(tokens)
-        guesses = tuple(tokens[position:])
+        guesses = offered.draft_tokens
+        parents, survival = _spoilt_tree(offered, lie)
         match lie:
             case "too many":
                 guesses = guesses * 3
@@ -282,7 +289,19 @@ class World:
                 anchor = b"x" * 16
             case "long cache":
                 self.draft_cache = []
-        return ev.Proposed(effect.request_id, position, anchor, guesses, len(tokens))
+        return ev.Proposed(
+            effect.request_id,
+            position,
+            anchor,
+            guesses,
+            len(tokens),
+            survival=survival,
+            parents=parents,
+        )
+
+    def _tree(self, effect: ev.Propose, tokens: list[int]) -> HintTail:
+        right = true_output(tokens, effect.k, next_token=true_id)
+        return random_tree(random.Random(self.proposals), right, effect.k)
 
     def _verify(self, item: OpenRequest[ev.Verify], at_most: int | None) -> ev.Verified:
         tokens = item.tokens
@@ -375,6 +394,35 @@ class World:
             else:
                 self.take()
         raise AssertionError("the session does not end")
+
+
+def _chain(tokens: list[int], k: int, spoil_at: int | None) -> HintTail:
+    guesses: list[int] = []
+    for index in range(k):
+        token = true_id([*tokens, *guesses])
+        guesses.append((token + 1) % IDS if index == spoil_at else token)
+    return HintTail(tuple(guesses))
+
+
+def _spoilt_tree(offered: HintTail, lie: str) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Return the parents and the survival of a proposal, which lie if that is a lie about trees."""
+    count = len(offered.draft_tokens)
+    parents, survival = offered.parents, offered.survival
+    tree = tuple(parent_of(parents, node) for node in range(count))
+    match lie:
+        case "cyclic":
+            return (*tree[:-1], count), survival
+        case "other count":
+            return tree[:-1], survival
+        case "twins":
+            return (-1,) * count, survival
+        case "no survival":
+            return tree, ()
+        case "other survival":
+            return tree, (*survival[:-1], math.nan)
+        case "rising survival":
+            return tree, survival[::-1]
+    return parents, survival
 
 
 class StreamsBeforeCommit(Session):

@@ -8,8 +8,9 @@ from typing import Generic, TypeVar
 from galley.core.acceptance import Verdict, confirm
 from galley.core.answer.answer import SessionSpec
 from galley.core.content import Miss, look_up, prefix_hash
-from galley.core.hints import Hint
+from galley.core.hints import NOTHING, Hint, HintTail
 from galley.core.session import events as ev
+from galley.core.trees import ROOT, candidates_after
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.fakes.truth import NextToken
 
@@ -52,16 +53,20 @@ class OpenRequest(Generic[VerifyT]):
     def begin(self, tokens: list[int]) -> None:
         self.tokens = tokens
         if self._hint is None:
-            self._hint = Hint(len(tokens), prefix_hash(tokens), tuple(self.verify.draft_tokens))
+            drafts, parents = tuple(self.verify.draft_tokens), tuple(self.verify.parents)
+            self._hint = Hint(len(tokens), prefix_hash(tokens), drafts, parents=parents)
 
     def step(self, at_most: int | None = None) -> tuple[Verdict, int]:
         """Confirm tokens; return them, and how many draft tokens were verified: `at_most` so many."""
         tokens, session = self.tokens, self._session
         assert tokens is not None
-        guesses = self._guesses(tokens)[:at_most]
+        guesses = self._guesses(tokens)
+        if at_most is not None:
+            guesses = guesses.first(at_most)
         verdict = confirm(
-            guesses,
+            guesses.draft_tokens,
             self._samples(tokens, guesses),
+            parents=guesses.parents,
             position=len(tokens),
             max_position=session.max_position,
             stop_token_ids=self._stops,
@@ -69,7 +74,7 @@ class OpenRequest(Generic[VerifyT]):
             min_tokens=session.min_tokens,
         )
         tokens += verdict.tokens
-        return verdict, len(guesses)
+        return verdict, len(guesses.draft_tokens)
 
     @property
     def may_go_on(self) -> bool:
@@ -82,20 +87,27 @@ class OpenRequest(Generic[VerifyT]):
     def _end(self) -> int:
         return min(self.limit, self._session.max_position)
 
-    def _guesses(self, tokens: list[int]) -> tuple[int, ...]:
+    def _guesses(self, tokens: list[int]) -> HintTail:
         hint = self._hint
         if hint is None or hint.position > len(tokens):
-            return ()
-        root, reached = tokens[: hint.position], tuple(tokens[hint.position :])
-        if prefix_hash(root) != hint.prefix_hash or reached != hint.draft_tokens[: len(reached)]:
-            return ()
+            return NOTHING
+        reached = tokens[hint.position :]
+        path = hint.whole.follow(reached)
+        if prefix_hash(tokens[: hint.position]) != hint.prefix_hash or len(path) < len(reached):
+            return NOTHING
         room = max(0, self._end - len(tokens) - 1)
-        return hint.draft_tokens[len(reached) :][: min(room, self.verify.max_verified or room)]
+        left = hint.whole.below(path[-1] if path else ROOT)
+        return left.first(min(room, self.verify.max_verified or room))
 
-    def _samples(self, tokens: list[int], guesses: tuple[int, ...]) -> list[int]:
+    def _samples(self, tokens: list[int], guesses: HintTail) -> list[int]:
+        """Return the true tokens, up to and including the first that no draft token has."""
         seed, least = self._session.sampling.seed, self._prompt_len + self._session.min_tokens
-        context = [*tokens, *guesses]
-        return [
-            self._next_token(context[:end], seed, self._stops if end < least else frozenset())
-            for end in range(len(tokens), len(context) + 1)
-        ]
+        context, node = list(tokens), ROOT
+        while True:
+            banned = self._stops if len(context) < least else frozenset()
+            context.append(self._next_token(context, seed, banned))
+            after = candidates_after(guesses.parents, len(guesses.draft_tokens), node)
+            right = [child for child in after if guesses.draft_tokens[child] == context[-1]]
+            if not right:
+                return context[len(tokens) :]
+            node = right[0]

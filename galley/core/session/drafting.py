@@ -1,8 +1,10 @@
 """The session's side of its draft: the pending proposal, the current hint, the draft's cache, cooldowns.
 
 1. At most one proposal is pending. It may continue from the current hint instead of from confirmed tokens.
-2. A proposal that continues the current hint is joined to it; any other replaces it.
-3. A hint ends where a confirmed token differs. Where drafts recover after a wrong token, its rest stays.
+2. A proposal that continues the current hint is joined to it, at the end of its main path
+   (`galley/core/trees.py`); any other replaces it.
+3. A hint ends where a confirmed token differs: of a tree, the part below the confirmed tokens stays. Where
+   drafts recover after a wrong token, the rest of the main path stays.
 4. The session's own sources (`sources.py`) extend the hint at once. A proposal that was pending meanwhile
    adds what goes beyond the hint, if it agrees with it, and nothing otherwise.
 5. After a failure or a response that does not fit its request, nothing is requested until a cooldown is
@@ -11,6 +13,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,6 +25,16 @@ from galley.core.names import NO_STRATEGY
 from galley.core.session.events import CacheMissed, Propose, Proposed, Slice
 from galley.core.session.sources import LocalProposal
 from galley.core.session.speculation import Speculation
+from galley.core.trees import (
+    ROOT,
+    best_first,
+    candidates_after,
+    main_path,
+    parent_of,
+    ranks,
+    simplified,
+    valid_count,
+)
 
 MAX_MISSES = 3
 """Most cache misses in a row that a replica may return for one request."""
@@ -29,13 +42,17 @@ MAX_MISSES = 3
 
 @dataclass(frozen=True, slots=True)
 class PendingProposal:
-    """A request for up to `k` tokens after the prefix of `prefix_hash`, which may end with draft tokens."""
+    """A request for up to `k` tokens after the prefix of `prefix_hash`, which may end with draft tokens.
+
+    At most `width` of them are for one position.
+    """
 
     request_id: int
     position: int
     prefix_hash: bytes
     k: int
     requested_ns: int
+    width: int = 1
 
 
 class Received(NamedTuple):
@@ -81,15 +98,17 @@ class Drafting:
     def tail(self, tokens: Sequence[int]) -> HintTail:
         return NOTHING if self.hint is None else remaining(self.hint, tokens)
 
-    def request(self, request_id: int, answer: Answer, tail: HintTail, k: int, now: int) -> Propose:
-        """Request `k` tokens that follow the answer and the `tail` of the hint."""
-        ahead = tail.draft_tokens
+    def request(
+        self, request_id: int, answer: Answer, tail: HintTail, k: int, now: int, width: int = 1
+    ) -> Propose:
+        """Request `k` tokens that follow the answer and the main path of the `tail` of the hint."""
+        ahead = tail.main.draft_tokens
         position = len(answer.tokens) + len(ahead)
         part = Slice.after(answer, self.cache_len)
         part = Slice(part.start, part.tokens + ahead, part.prefix_hash)
-        self.pending = PendingProposal(request_id, position, answer.extended_hash(ahead), k, now)
+        self.pending = PendingProposal(request_id, position, answer.extended_hash(ahead), k, now, width)
         self.k = k
-        return Propose(request_id, part, k, answer.spec.strategy, len(ahead))
+        return Propose(request_id, part, k, answer.spec.strategy, len(ahead), width)
 
     def extend(self, proposal: LocalProposal, answer: Answer, now: int) -> None:
         """Add a proposal of the session itself, which follows the answer and what is left of the hint."""
@@ -114,10 +133,12 @@ class Drafting:
             self._cool_down(now)
             return Received(0, 0)
         self._cooldown = self._first_cooldown
-        received = _valid_hint(event, pending.k, answer.spec.vocab_size, alpha, self.strategy)
+        received = _valid_hint(event, pending, answer.spec.vocab_size, alpha, self.strategy)
         most = pending.k if event.max_tokens is None else min(pending.k, event.max_tokens)
         self.is_exhausted = len(received.draft_tokens) < most
         self.was_empty = not received.draft_tokens
+        if pending.width > 1 and not received.parents and received.draft_tokens:
+            self._speculation.record_chain(len(received.draft_tokens))
         self.cache_len = max(0, event.cache_len)
         if self._wrong_at is not None:
             self.cache_len = min(self.cache_len, self._wrong_at)
@@ -138,17 +159,18 @@ class Drafting:
         hint = self.hint
         if hint is None or received.position >= hint.end:
             return received
-        known = [*tokens[received.position : hint.position], *hint.draft_tokens]
+        known = [*tokens[received.position : hint.position], *hint.whole.main.draft_tokens]
         known = known[max(0, received.position - hint.position) :]
-        agreeing = common_prefix_len(received.draft_tokens, known)
-        judged = received.draft_tokens[: max(0, len(tokens) - received.position)]
-        for index in range(min(agreeing + 1, len(judged))):
-            self._speculation.record_token(index < agreeing)
+        path = received.whole.follow(known)
+        confirmed = max(0, len(tokens) - received.position)
+        self._judge(received, confirmed, path[:confirmed])
         self.is_exhausted = False
-        if agreeing < min(len(known), len(received.draft_tokens)):
+        cached = received.whole.main.draft_tokens
+        agreeing = common_prefix_len(cached, known)
+        if agreeing < min(len(known), len(cached)):
             self.cache_len = min(self.cache_len, received.position + agreeing)
-        rest = received.tail(len(known)) if agreeing == len(known) else NOTHING
-        return Hint(hint.end, b"", rest.draft_tokens, rest.survival, rest.sources)
+        rest = received.whole.below(path[-1]) if path and len(path) == len(known) else NOTHING
+        return _hint_at(hint.end, rest)
 
     def confirm(self, tokens: Sequence[int]) -> PendingProposal | None:
         """Advance the hint past the confirmed `tokens`; return the pending proposal if it is useless now.
@@ -167,16 +189,51 @@ class Drafting:
         if hint is None:
             return None
         passed = len(tokens) - hint.position
+        if hint.parents:
+            return self._follow(hint, tokens) if passed > 0 else None
         agreeing = common_prefix_len(hint.draft_tokens, tokens[hint.position :])
-        rejected = agreeing < min(passed, len(hint.draft_tokens))
-        for index in range(agreeing + rejected):
-            if not hint.is_local(index):
-                self._speculation.record_token(index < agreeing)
-        if rejected:
+        self._judge(hint, passed, range(agreeing))
+        if agreeing < min(passed, len(hint.draft_tokens)):
             return self._reject(hint, tokens, agreeing)
         if passed > 0:
             self.hint = _advanced(hint, passed)
         return None
+
+    def _judge(self, hint: Hint, passed: int, path: Sequence[int]) -> None:
+        """Record the draft's tokens that `passed` confirmed tokens have judged; `path` are the right ones."""
+        if not hint.parents:
+            for index in range(min(len(path) + 1, passed, len(hint.draft_tokens))):
+                if not hint.is_local(index):
+                    self._speculation.record_token(index < len(path))
+            return
+        for before, right in zip((ROOT, *path), (*path, None)[:passed], strict=False):
+            candidates = candidates_after(hint.parents, len(hint.draft_tokens), before)
+            if candidates and not hint.is_local(candidates[0]):
+                rank = None if right is None else candidates.index(right)
+                self._speculation.record_candidates(len(candidates), rank)
+
+    def _follow(self, hint: Hint, tokens: Sequence[int]) -> PendingProposal | None:
+        """Keep the part of a tree below the confirmed tokens; return what `confirm` does."""
+        passed = len(tokens) - hint.position
+        path = hint.whole.follow(tokens[hint.position :])
+        self._judge(hint, passed, path)
+        main = main_path(hint.parents, len(hint.draft_tokens))
+        on_main = common_prefix_len(path, main)
+        rest = hint.whole.below(path[-1]) if len(path) == passed else NOTHING
+        if not rest.draft_tokens:
+            if on_main == len(main):
+                self.hint = None
+                return None
+            return self._reject(_hint_at(hint.position, hint.whole.main), tokens, on_main)
+        self.hint = _hint_at(len(tokens), rest)
+        if on_main == passed:
+            return None
+        # The draft goes on from the main path, and has that in its cache.
+        left_at = hint.position + on_main
+        self.cache_len = min(self.cache_len, left_at)
+        self.is_exhausted = False
+        continues = self.pending is not None and self.pending.position > left_at
+        return self.give_up() if continues else None
 
     def _reject(self, hint: Hint, tokens: Sequence[int], agreeing: int) -> PendingProposal | None:
         """Handle a rejected token, at index `agreeing` of the hint; return what `confirm` does."""
@@ -233,6 +290,8 @@ def joined(hint: Hint | None, further: Hint) -> Hint:
     """Return `hint` continued by `further`, or `further` alone if it does not start at the hint's end."""
     if hint is None or hint.end != further.position:
         return further
+    if hint.parents or further.parents:
+        return _joined_trees(hint, further)
     reached = hint.survival[-1] if hint.survival else 1.0
     survival = hint.survival + tuple(reached * chance for chance in further.survival)
     tokens = hint.draft_tokens + further.draft_tokens
@@ -246,8 +305,40 @@ def joined(hint: Hint | None, further: Hint) -> Hint:
     )
 
 
+def _joined_trees(hint: Hint, further: Hint) -> Hint:
+    """Return `hint` with `further` below the end of its main path, in best-first order."""
+    count = len(hint.draft_tokens)
+    leaf = main_path(hint.parents, count)[-1]
+    below = [parent_of(further.parents, node) for node in range(len(further.draft_tokens))]
+    parents = [parent_of(hint.parents, node) for node in range(count)]
+    parents += [leaf if parent == ROOT else count + parent for parent in below]
+    reached = hint.survival[leaf]
+    survival = hint.survival + tuple([reached * chance for chance in further.survival])
+    order, placed, falling = best_first(parents, survival)
+    order = order[:MAX_HINT_TOKENS]
+    tokens, sources = hint.draft_tokens + further.draft_tokens, hint.sources + further.sources
+    return Hint(
+        hint.position,
+        hint.prefix_hash,
+        tuple([tokens[node] for node in order]),
+        tuple(falling[:MAX_HINT_TOKENS]),
+        tuple([sources[node] for node in order]),
+        simplified(placed[:MAX_HINT_TOKENS]),
+    )
+
+
+def added_sources(before: Hint | None, tail: HintTail, added: int) -> Sequence[str]:
+    """Return what proposed the `added` nodes that `tail` has and the hint `before` did not have."""
+    if not added:
+        return ()
+    if tail.parents and before is not None:
+        return list((Counter(tail.sources) - Counter(before.sources)).elements()) or tail.sources
+    return tail.sources[-added:]
+
+
 def _local_part(hint: Hint) -> Hint | None:
     """Return the first tokens of the hint, as far as the session itself proposed them."""
+    hint = _hint_at(hint.position, hint.whole.main) if hint.parents else hint
     count = next((i for i in range(len(hint.draft_tokens)) if not hint.is_local(i)), len(hint.draft_tokens))
     if not count:
         return None
@@ -258,20 +349,46 @@ def _advanced(hint: Hint, passed: int) -> Hint | None:
     """Return the hint without its first `passed` tokens, and without a hash of its new prefix."""
     if passed >= len(hint.draft_tokens):
         return None
-    tail = hint.tail(passed)
-    return Hint(hint.position + passed, b"", tail.draft_tokens, tail.survival, tail.sources)
+    return _hint_at(hint.position + passed, hint.tail(passed))
 
 
-def _valid_hint(event: Proposed, k: int, vocab_size: int, alpha: float, strategy: str) -> Hint:
-    """Return the valid part of a proposal of at most `k` tokens. The draft is not trusted."""
-    tokens = valid_prefix(event.tokens[:k], vocab_size)
+def _hint_at(position: int, tail: HintTail) -> Hint:
+    return Hint(position, b"", tail.draft_tokens, tail.survival, tail.sources, tail.parents)
+
+
+def _valid_hint(
+    event: Proposed, pending: PendingProposal, vocab_size: int, alpha: float, strategy: str
+) -> Hint:
+    """Return the valid part of a proposal. The draft is not trusted.
+
+    Of a tree without valid survival, that is its main path.
+    """
+    tokens = valid_prefix(event.tokens[: pending.k], vocab_size)
+    if event.parents:
+        tokens = tokens[: _valid_nodes(event, tokens, pending.width)]
+    parents = event.parents[: len(tokens)]
     survival = event.survival[: len(tokens)]
-    if len(survival) != len(tokens) or not all(0 <= chance <= 1 for chance in survival):
-        survival = tuple(alpha ** (i + 1) for i in range(len(tokens)))
     sources = event.sources[: len(tokens)]
     if len(sources) != len(tokens):
         sources = (strategy,) * len(tokens)
-    return Hint(event.position, event.prefix_hash, tokens, survival, sources)
+    if len(survival) != len(tokens) or not all(0 <= chance <= 1 for chance in survival):
+        chain = HintTail(tokens, (), sources=sources, parents=parents).main
+        tokens, sources, parents = chain.draft_tokens, chain.sources, chain.parents
+        survival = tuple(alpha ** (i + 1) for i in range(len(tokens)))
+    if parents:
+        order, parents, falling = best_first(parents, survival)
+        tokens, sources = tuple(tokens[i] for i in order), tuple(sources[i] for i in order)
+        survival = tuple(falling)
+    return Hint(event.position, event.prefix_hash, tokens, survival, sources, parents)
+
+
+def _valid_nodes(event: Proposed, tokens: tuple[int, ...], width: int) -> int:
+    """Return how many of the first `tokens` of a proposal are a tree of at most this width."""
+    if len(event.parents) != len(event.tokens):
+        return 0
+    parents = event.parents[: len(tokens)]
+    count = valid_count(tokens, parents)
+    return next((node for node, rank in enumerate(ranks(parents, count)) if rank >= width), count)
 
 
 def remaining(hint: Hint, confirmed: Sequence[int]) -> HintTail:
@@ -279,6 +396,9 @@ def remaining(hint: Hint, confirmed: Sequence[int]) -> HintTail:
     passed = len(confirmed) - hint.position
     if not 0 <= passed < len(hint.draft_tokens):
         return NOTHING
+    if hint.parents:
+        path = hint.whole.follow(confirmed[hint.position :])
+        return hint.whole.below(path[-1] if path else ROOT) if len(path) == passed else NOTHING
     if tuple(confirmed[hint.position :]) != hint.draft_tokens[:passed]:
         return NOTHING
     return hint.tail(passed)

@@ -18,6 +18,7 @@ from galley.core.hints import Hint
 from galley.core.names import NO_STRATEGY
 from galley.core.records import PositionLogprobs, TokenRecord
 from galley.core.store import LogHashes
+from galley.core.trees import CHAIN, Parents
 from galley.core.values import value
 
 
@@ -37,12 +38,12 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """Draft tokens for positions [position, position + len(tokens)).
+    """Draft tokens from `position` on: a chain, or a tree of these `parents` (`galley/core/trees.py`).
 
-    `survival[i]` is the estimated chance that tokens 0 to i are all accepted; empty if unknown. `sessions` is
-    the mean number of sessions in the draft's steps. `max_tokens` is the most draft tokens that the replica
-    returns for a request; None: no limit. `strategy` says what proposed the tokens; empty if unknown.
-    `sources` names what proposed each of them; empty: the strategy.
+    `survival[i]` is the estimated chance that token i and all before it on its path are accepted; empty if
+    unknown. `sessions` is the mean number of sessions in the draft's steps. `max_tokens` is the most draft
+    tokens that the replica returns for a request; None: no limit. `strategy` says what proposed the tokens;
+    empty if unknown. `sources` names what proposed each of them; empty: the strategy.
     """
 
     request_id: int
@@ -56,6 +57,7 @@ class Proposed:
     max_tokens: int | None = None
     strategy: str = ""
     sources: tuple[str, ...] = ()
+    parents: Parents = CHAIN
 
 
 @value
@@ -64,7 +66,7 @@ class Verified:
 
     With `more`, further verdicts follow. `sessions` is the number of sessions in the step; `fingerprint`
     names the target build; `cache_len` is `kv_len` of `galley.core.scheduler.messages.Confirmed`, which
-    explains the rest.
+    explains the rest. A target without `trees` was sent the main paths of trees.
     """
 
     request_id: int
@@ -83,6 +85,7 @@ class Verified:
     plain_ns: int = 0
     kv_reused: int = 0
     batch_span: bytes = b""
+    trees: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +183,17 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """Request up to `k` tokens from the draft; the last `ahead` tokens of the slice are not confirmed yet."""
+    """Request up to `k` tokens from the draft, at most `width` of them for one position.
+
+    The last `ahead` tokens of the slice are not confirmed yet.
+    """
 
     request_id: int
     slice: Slice
     k: int
     strategy: str
     ahead: int = 0
+    width: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +211,7 @@ class Verify:
     credit: int = 0
     hint_due: bool = False
     max_verified: int = 0
+    parents: Parents = CHAIN
 
 
 @value

@@ -39,7 +39,7 @@ from galley.core.records import DRAFTED, NOT_DRAFTED, TokenRecord
 from galley.core.session import events as ev
 from galley.core.session.delivery import Delivery
 from galley.core.session.draft_statistics import SharedStatistics
-from galley.core.session.drafting import Drafting, PendingProposal
+from galley.core.session.drafting import Drafting, PendingProposal, added_sources
 from galley.core.session.round import Round, SpeculationStats, VerifiedNodes
 from galley.core.session.sources import LocalSources
 from galley.core.session.speculation import Speculation
@@ -51,6 +51,8 @@ _MS = 1_000_000
 # The session's own sources are asked for the draft tokens of so many steps, once half of them are used: the
 # target begins its next step before a hint arrives that answers its last verdict.
 _LOCAL_STEPS = 4
+
+_NO_NODES: Final = VerifiedNodes()
 
 
 class Phase(enum.Enum):
@@ -228,32 +230,32 @@ class Session:
         else:
             self._verify(now)
 
-    def _begin_round(self, now: int) -> int:
-        """Begin a round; return how many draft tokens the session itself has added to its hint."""
+    def _begin_round(self, now: int) -> Sequence[str]:
+        """Begin a round; return the sources of draft tokens that the session itself has added to its hint."""
         self._round = Round(now, with_credit=self._verifying.credit > 0)
-        added = 0 if self._sources is None else self._propose_locally(self._sources, now)
+        added = () if self._sources is None else self._propose_locally(self._sources, now)
         if self._draft_ahead(now):
             self._round.overlap = "hit"
         elif self._drafting.pending is not None:
             self._round.overlap = "miss"
         return added
 
-    def _propose_locally(self, sources: LocalSources, now: int) -> int:
-        """Extend the hint by what the session's own sources propose; return by how many tokens."""
-        tail = self._tail()
+    def _propose_locally(self, sources: LocalSources, now: int) -> Sequence[str]:
+        """Extend the hint by what the session's own sources propose; return the source of each token."""
+        tail = self._tail().main
         ready, reached = len(tail.draft_tokens), tail.survival[-1] if tail.survival else 1.0
         room = self.spec.max_position - len(self.answer.tokens) - 1
         most = min(_LOCAL_STEPS * self.spec.k, room, MAX_HINT_TOKENS) - ready
+        added: list[str] = []
         if most <= 0 or ready >= _LOCAL_STEPS // 2 * self.spec.k:
-            return 0
-        added = 0
+            return added
         for proposal in sources.propose(tail.draft_tokens, most):
             chance = reached * proposal.survival[0]
             # A token that is certain takes its row in any case, now or later.
             if chance < 1.0 and not self._speculation.is_worth_a_row(chance):
                 break
             self._drafting.extend(proposal, self.answer, now)
-            added += len(proposal.tokens)
+            added += [proposal.source] * len(proposal.tokens)
             reached *= proposal.survival[-1]
         return added
 
@@ -268,29 +270,32 @@ class Session:
         is_ready = bool(tail.draft_tokens)
         can_draft = self.spec.strategy != NO_STRATEGY and not drafting.is_cooling_down(now)
         # A prediction goes on where its tokens in the hint end, and needs no draft.
-        goes_on = tail.last_source == PREDICTION
+        last_source = tail.main.last_source
+        goes_on = last_source == PREDICTION
         if drafting.pending is None and can_draft:
             k = 0 if is_ready and (drafting.is_exhausted or goes_on) else self._tokens_to_draft(tail)
             if k > 0:
-                self._request_draft(k, tail, now)
+                self._request_draft(k, self._speculation.width, tail, now)
             elif not is_ready:
                 drafting.k = 0
         # After an empty proposal no hint is announced: that would cost a message and make the target linger.
         # It takes hints anyway. While it has one, another is due as soon as that one has its verdict; not
         # after a forced run, which nothing need follow.
-        follows = goes_on or (is_ready and can_draft and tail.last_source != GRAMMAR)
+        follows = goes_on or (is_ready and can_draft and last_source != GRAMMAR)
         self._hint_due = (drafting.pending is not None and not drafting.was_empty) or follows
         return is_ready
 
     def _tokens_to_draft(self, tail: HintTail) -> int:
-        ready = len(tail.draft_tokens)
-        ready_survival = tail.survival[-1] if ready else 1.0
+        main = tail.main
+        ready_survival = main.survival[-1] if main.draft_tokens else 1.0
+        room = self._room() - 1 - len(main.draft_tokens)
         unread = len(self.answer.tokens) - self._drafting.cache_len
-        return self._speculation.tokens_to_draft(ready, ready_survival, self._room() - 1 - ready, unread)
+        return self._speculation.tokens_to_draft(len(tail.draft_tokens), ready_survival, room, unread)
 
-    def _request_draft(self, k: int, tail: HintTail, now: int) -> None:
+    def _request_draft(self, k: int, width: int, tail: HintTail, now: int) -> None:
         self._last_request_id += 1
-        self._effects.append(self._drafting.request(self._last_request_id, self.answer, tail, k, now))
+        request = self._drafting.request(self._last_request_id, self.answer, tail, k, now, width)
+        self._effects.append(request)
 
     def _cancel_draft(self, pending: PendingProposal | None) -> None:
         if pending is not None:
@@ -306,20 +311,25 @@ class Session:
         timing = ev.Timing(min(event.timing.queue_ns, latency_ns), min(event.timing.compute_ns, latency_ns))
         self._round.record_proposal(timing, now)
         unread = pending.position - self._drafting.cache_len
+        before = self._drafting.hint
         received = self._drafting.receive(event, self.answer, self._speculation.alpha, now)
         self.stats.proposed += len(event.tokens)
         self._speculation.record_proposal(
             received.valid, unread, latency_ns, timing.compute_ns, event.sessions
         )
-        self._after_draft(received.added, pending.position, now)
+        added = added_sources(before, self._tail(), received.added)
+        self._after_draft(added, pending.position, now)
 
     def _on_draft_failed(self, now: int) -> None:
         self._round.record_proposal(ev.Timing(), now)
         self._drafting.fail(now)
-        self._after_draft(0, len(self.answer.tokens), now)
+        self._after_draft((), len(self.answer.tokens), now)
 
-    def _after_draft(self, added: int, position: int, now: int) -> None:
-        """Use the tokens that a proposal for `position` has added to the hint, and request the next ones."""
+    def _after_draft(self, added: Sequence[str], position: int, now: int) -> None:
+        """Use what a proposal for `position` has added to the hint, and request the next draft tokens.
+
+        `added` are the sources of these tokens.
+        """
         if self.phase is Phase.DRAFTING:
             self._round.exposed_ns = self._round.draft_wait_ns
             self._verify(now)
@@ -335,7 +345,7 @@ class Session:
     def _hint_from(self, tail: HintTail) -> Hint:
         position = len(self.answer.tokens)
         digest = self.answer.prefix_hash(position)
-        return Hint(position, digest, tail.draft_tokens, tail.survival, tail.sources)
+        return Hint(position, digest, tail.draft_tokens, tail.survival, tail.sources, tail.parents)
 
     def _on_draft_missed(self, event: ev.CacheMissed, now: int) -> None:
         pending = self._drafting.miss(event, self.answer)
@@ -343,9 +353,9 @@ class Session:
             self._on_draft_failed(now)
             return
         tail = self._tail()
-        k = min(pending.k, self._room() - 1 - len(tail.draft_tokens))
+        k = min(pending.k, self._room() - 1 - len(tail.main.draft_tokens))
         if k > 0:
-            self._request_draft(k, tail, now)
+            self._request_draft(k, pending.width, tail, now)
         elif self.phase is Phase.DRAFTING:
             self._verify(now)
         else:
@@ -370,10 +380,10 @@ class Session:
         self._round.record_sent(tail.sources[:sent])
         self._effects.append(verify)
         if sent < len(tail.draft_tokens):
-            self._extend_verify(self._hint_from(tail), len(tail.draft_tokens) - sent)
+            self._extend_verify(self._hint_from(tail), tail.sources[sent:])
 
-    def _extend_verify(self, hint: Hint | None = None, unsent: int = 0) -> None:
-        """Send the open Verify a hint, of which the last `unsent` tokens are new to the target, or credit."""
+    def _extend_verify(self, hint: Hint | None = None, unsent: Sequence[str] = ()) -> None:
+        """Send the open Verify a hint, or credit; `unsent` are the sources of tokens new to the target."""
         self._lacks_room = False
         if self._is_draining or not self._verifying.can_extend(self.answer, hint, hint_due=self._hint_due):
             return
@@ -383,7 +393,7 @@ class Session:
         if extension is None:
             return
         if hint is not None:
-            self._round.record_sent(hint.sources[-min(unsent, len(hint.draft_tokens)) :])
+            self._round.record_sent(unsent)
         self._effects.append(extension)
 
     def _cancel_verify(self) -> None:
@@ -399,18 +409,21 @@ class Session:
         if violation:
             self._end_with(Broken(f"the target's verdict {violation}"))
             return
-        sources = self._sources_of(event, open_verify) if event.verified else ()
-        if (drafted := len(sources)) < event.verified:
+        nodes = self._verified_nodes(event, open_verify) if event.verified else _NO_NODES
+        if (drafted := len(nodes.sources)) < event.verified:
             event = replace(event, accepted=min(event.accepted, drafted), verified=drafted)
-        self._confirm(event, sources, now, reads_prompt=open_verify.prefills)
+        self._confirm(event, nodes, now, reads_prompt=open_verify.prefills)
         self._after_verdict(event, now)
 
-    def _sources_of(self, event: ev.Verified, open_verify: OpenVerify) -> list[str]:
-        """Return what proposed each verified draft token, up to the first that was not drafted.
+    def _verified_nodes(self, event: ev.Verified, open_verify: OpenVerify) -> VerifiedNodes:
+        """Return the verified draft tokens, up to the first that was not drafted.
 
         The target verifies what the grammar forces without a hint of it. That counts as drafted if the
         session's own grammar forces it as well.
         """
+        nodes = open_verify.tree(event, self.answer)
+        if nodes is not None:
+            return nodes
         sources = open_verify.sources(event, self.answer)
         if "" in sources:
             forced = () if self._sources is None else self._sources.forced(event.accepted)
@@ -418,10 +431,11 @@ class Session:
             end = next((i for i, source in enumerate(sources) if not source and i >= own), len(sources))
             self._round.record_sent([GRAMMAR] * sources[:end].count(""))
             sources = [source or GRAMMAR for source in sources[:end]]
-        return sources
+        return VerifiedNodes(sources)
 
-    def _confirm(self, event: ev.Verified, sources: Sequence[str], now: int, *, reads_prompt: bool) -> None:
-        """Take a verdict; `sources` are those of the draft tokens that it verified."""
+    def _confirm(self, event: ev.Verified, nodes: VerifiedNodes, now: int, *, reads_prompt: bool) -> None:
+        """Take a verdict; `nodes` are the draft tokens that it verified."""
+        sources = nodes.sources
         # The draft pool is judged by its own tokens alone.
         verified = sum([source not in LOCAL_SOURCES for source in sources]) if sources else 0
         offered = verified > 0 or self._had_hint(event, now)
@@ -432,13 +446,14 @@ class Session:
             step_ns = max(0, event.timing.compute_ns - event.prefill_ns)
             self._speculation.shared.record_step(step_ns, event.sessions, event.row_ns, confirmed)
         self._speculation.record_verdict(offered=offered, verified=verified)
+        self._speculation.record_target(trees=event.trees)
         self._cancel_draft(self._drafting.confirm(self.answer.tokens))
         strategy = self._drafting.strategy
         done = self._round.finish(
             event,
             confirmed,
             now,
-            nodes=VerifiedNodes(sources),
+            nodes=nodes,
             k=self._drafting.k,
             strategy=strategy,
             reads_prompt=reads_prompt,

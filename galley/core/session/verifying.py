@@ -8,10 +8,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import islice
+
 from galley.core.answer.answer import Answer
 from galley.core.hints import Hint, HintTail
-from galley.core.session.drafting import MAX_MISSES, usable_cache_len, valid_prefix
+from galley.core.session.drafting import MAX_MISSES, remaining, usable_cache_len, valid_prefix
 from galley.core.session.events import CacheMissed, CancelVerify, ExtendVerify, Slice, Verified, Verify
+from galley.core.session.round import VerifiedNodes
+from galley.core.trees import depths, kept
 
 
 class OpenVerify:
@@ -29,13 +34,37 @@ class OpenVerify:
         self.hint_due = hint_due
         self.prefills = prefills
         self._hints: list[Hint] = []
+        self._has_trees = False
 
     def add_hint(self, hint: Hint) -> None:
         """Remember a hint that is sent; the target may use earlier ones until it arrives."""
         self._hints.append(hint)
+        self._has_trees = self._has_trees or bool(hint.parents)
 
     def confirm(self, answer: Answer) -> None:
-        self._hints = [hint for hint in self._hints if hint.end > len(answer.tokens)]
+        self._hints = [hint for hint in self._hints if _nodes_from(hint, len(answer.tokens))]
+
+    def tree(self, event: Verified, answer: Answer) -> VerifiedNodes | None:
+        """Return the verified nodes of the latest hint that the verdict fits; None unless that is a tree.
+
+        Call it before they are confirmed. The target verifies the first nodes, but for those that a grammar
+        forbids: then which of the others it verified is not known.
+        """
+        for hint in reversed(self._hints if self._has_trees and event.trees else ()):
+            tail = remaining(hint, answer.tokens)
+            path = tail.follow(event.tokens[: event.accepted])
+            if len(path) < event.accepted or len(tail.draft_tokens) < event.verified:
+                continue
+            if not tail.parents:
+                return None
+            others = (node for node in range(len(tail.draft_tokens)) if node not in path)
+            verified = sorted((*path, *islice(others, event.verified - len(path))))
+            return VerifiedNodes(
+                [tail.sources[node] for node in verified],
+                kept(tail.parents, verified),
+                [verified.index(node) for node in path],
+            )
+        return None
 
     def sources(self, event: Verified, answer: Answer) -> list[str]:
         """Return what proposed each of the verified draft tokens, "" for those that no hint has.
@@ -52,8 +81,9 @@ class OpenVerify:
         """Return the source of the latest hint with this token at the position; None: with any."""
         for hint in reversed(self._hints):
             at = position - hint.position
-            if 0 <= at < len(hint.sources) and token in {None, hint.draft_tokens[at]}:
-                return hint.sources[at]
+            for node in _nodes_at(hint, at):
+                if node < len(hint.sources) and token in {None, hint.draft_tokens[node]}:
+                    return hint.sources[node]
         return ""
 
     def violation(self, event: Verified, answer: Answer) -> str:
@@ -89,7 +119,7 @@ class OpenVerify:
         if answer.spec.grammar is not None:
             return event.verified <= answer.spec.k
         first = len(answer.tokens)
-        if first + event.verified > max((hint.end for hint in self._hints), default=0):
+        if event.verified > max((_nodes_from(hint, first) for hint in self._hints), default=0):
             return False
         return all(
             any(_has_token(hint, first + i, token) for hint in self._hints)
@@ -98,7 +128,23 @@ class OpenVerify:
 
 
 def _has_token(hint: Hint, position: int, token: int) -> bool:
-    return hint.position <= position < hint.end and hint.draft_tokens[position - hint.position] == token
+    return any(hint.draft_tokens[node] == token for node in _nodes_at(hint, position - hint.position))
+
+
+def _nodes_at(hint: Hint, depth: int) -> Sequence[int]:
+    """Return the nodes of a hint for one position."""
+    count = len(hint.draft_tokens)
+    if not hint.parents:
+        return (depth,) if 0 <= depth < count else ()
+    return [node for node, at in enumerate(depths(hint.parents, count)) if at == depth]
+
+
+def _nodes_from(hint: Hint, position: int) -> int:
+    """Return how many nodes of a hint are for this position or a later one."""
+    count, first = len(hint.draft_tokens), position - hint.position
+    if not hint.parents:
+        return max(0, count - first)
+    return sum(depth >= first for depth in depths(hint.parents, count))
 
 
 class Verifying:
@@ -131,8 +177,8 @@ class Verifying:
         Without credit, the limit is what one verdict can reach.
         """
         most = min(self._max_draft_tokens, max(0, room - 1))
-        draft_tokens = tail.draft_tokens[: most if self.credit else min(most, answer.spec.k)]
-        survival = tail.survival[: len(draft_tokens)]
+        tail = tail.first(most if self.credit else min(most, answer.spec.k))
+        draft_tokens = tail.draft_tokens
         first_verdict = len(draft_tokens) + 1
         credit = max(0, min(self.credit, room - first_verdict))
         hint_due = hint_due and self.credit > 0
@@ -146,8 +192,17 @@ class Verifying:
             prefills=len(part.tokens) > 1,
         )
         if draft_tokens:
-            self.open.add_hint(Hint(position, b"", draft_tokens, survival, tail.sources[: len(draft_tokens)]))
-        return Verify(request_id, part, draft_tokens, survival, credit, hint_due, answer.spec.k)
+            self.open.add_hint(Hint(position, b"", draft_tokens, tail.survival, tail.sources, tail.parents))
+        return Verify(
+            request_id,
+            part,
+            draft_tokens,
+            tail.survival,
+            credit,
+            hint_due,
+            answer.spec.k,
+            tail.parents,
+        )
 
     def can_extend(self, answer: Answer, hint: Hint | None, *, hint_due: bool) -> bool:
         """Return True if an extension may be worth a message: for a hint, or once half the credit is used."""

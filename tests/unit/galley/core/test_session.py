@@ -16,7 +16,7 @@ from galley.core.session import events as ev
 from galley.core.session.machine import SessionLimits
 from galley.core.session.sources import LocalSources
 from tests.fakes.scripted_sources import scripted_sources
-from tests.fakes.session_world import MS, StreamsBeforeCommit, World, spec
+from tests.fakes.session_world import MS, TREE_LIES, StreamsBeforeCommit, World, spec
 from tests.fakes.truth import IDS
 
 LIES = [
@@ -28,6 +28,7 @@ LIES = [
     "other position",
     "other content",
     "long cache",
+    *TREE_LIES,
 ]
 # Some tokens are forced, and perhaps the output is predicted, with some tokens wrong.
 SOURCES = st.builds(
@@ -41,7 +42,7 @@ class SessionMachine(RuleBasedStateMachine):
     world: World
 
     @initialize(
-        k=st.integers(0, 6),
+        speculation=st.fixed_dictionaries({"k": st.integers(0, 6), "width": st.integers(0, 3)}),
         window=st.integers(1, 12),
         buffer=st.integers(1, 12),
         seed=st.integers(0, 6),
@@ -51,7 +52,7 @@ class SessionMachine(RuleBasedStateMachine):
     )
     def begin(
         self,
-        k: int,
+        speculation: dict[str, int],
         window: int,
         buffer: int,
         seed: int,
@@ -63,7 +64,9 @@ class SessionMachine(RuleBasedStateMachine):
         limits = SessionLimits(
             window=window, buffer=buffer, credit=credit, target_timeout_ns=20 * MS, retry_ns=MS
         )
-        self.world = World(spec(prompt=prompt, k=k, max_position=3 + length), limits, sources=sources)
+        self.world = World(
+            spec(prompt=prompt, max_position=3 + length, **speculation), limits, sources=sources
+        )
 
     def waits(self, what: str) -> bool:
         return not self.world.over and what in self.world.waiting
