@@ -144,6 +144,7 @@ class FakeTarget(Replica, rpc.TargetServicer):
         self.fingerprint = "build-1"
         self.lora_adapters: Sequence[str] = ()
         self.grammar_kinds: Sequence[str] = KINDS
+        self.trees = False
         self.row_costs: tuple[tuple[int, int], ...] = ()
         self.host = pb.Host()
         self.info_gate = Gate()
@@ -182,6 +183,7 @@ class FakeTarget(Replica, rpc.TargetServicer):
             lora_adapters=self.lora_adapters,
             grammar_kinds=self.grammar_kinds,
             host=self.host,
+            trees=self.trees,
         )
 
     async def Verify(self, request: Any, context: Any) -> pb.VerifyResponse:
@@ -318,7 +320,7 @@ def _hint_of(extension: pb.Extension) -> Hint | None:
     check_token_ids("hint.draft_tokens", hint.draft_tokens, VOCAB)
     if len(hint.draft_tokens) > MAX_HINT_TOKENS:
         raise InvalidField("hint.draft_tokens", "too many")
-    return Hint(hint.position, hint.prefix_hash, tuple(hint.draft_tokens))
+    return Hint(hint.position, hint.prefix_hash, tuple(hint.draft_tokens), parents=tuple(hint.parents))
 
 
 def _check(item: pb.VerifyItem) -> None:

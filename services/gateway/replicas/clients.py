@@ -460,6 +460,8 @@ class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
             self._on_met()
         if _ignores_grammar(item.slice, self.info.grammar_kinds):  # an earlier version came up there
             raise Unavailable(f"the target at {self.address} does not decode by this grammar")
+        if item.parents and not self.info.trees:
+            messages.without_tree(item)
         return self.open(item, receiver)
 
     async def close(self) -> None:

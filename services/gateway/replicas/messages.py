@@ -15,6 +15,7 @@ from galley.core.errors import InvalidField
 from galley.core.grammar.limits import FIELD as GRAMMAR_FIELD
 from galley.core.names import DRAFT_SOURCES
 from galley.core.session import events as ev
+from galley.core.trees import main_path
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.telemetry.spans import CallSpan
 
@@ -63,6 +64,7 @@ async def verify_item(
         max_verified=request.max_verified,
         logprobs=spec.logprobs,
         lora=spec.lora,
+        parents=request.parents,
     )
     await _add_tokens(item.slice, request.slice.tokens)
     return item
@@ -77,17 +79,33 @@ async def propose_item(
         strategy=request.strategy,
         workload=spec.workload,
         ahead=request.ahead,
+        width=request.width if request.width > 1 else 0,
     )
     await _add_tokens(item.slice, request.slice.tokens)
     return item
 
 
-def extension(request: ev.ExtendVerify) -> pb.Extension:
+def without_tree(item: pb.VerifyItem) -> None:
+    """Keep the main path of a tree, a chain, in a request for a target that does not take trees."""
+    count = len(item.draft_tokens)
+    path = main_path(item.parents, count)
+    item.draft_tokens[:] = [item.draft_tokens[node] for node in path]
+    if item.survival:
+        item.survival[:] = [item.survival[node] for node in path]
+    if item.credit:  # the limit, which counts all draft tokens, stays
+        item.credit += count - len(path)
+    del item.parents[:]
+
+
+def extension(request: ev.ExtendVerify, *, trees: bool) -> pb.Extension:
+    """Return the message of an extension; without `trees`, of a tree it has the main path."""
     message = pb.Extension(limit=request.limit, hint_due=request.hint_due)
     if (hint := request.hint) is not None:
+        offered = hint if trees or not hint.parents else hint.whole.main
         message.hint.position, message.hint.prefix_hash = hint.position, hint.prefix_hash
-        message.hint.draft_tokens.extend(hint.draft_tokens)
-        message.hint.survival.extend(hint.survival)
+        message.hint.draft_tokens.extend(offered.draft_tokens)
+        message.hint.survival.extend(offered.survival)
+        message.hint.parents.extend(offered.parents)
     return message
 
 
@@ -129,7 +147,8 @@ def has_more(answer: pb.VerifyAnswer) -> bool:
     return answer.HasField("result") and answer.result.more
 
 
-def verify_event(request_id: int, answer: pb.VerifyAnswer) -> ev.VerifyEvent:
+def verify_event(request_id: int, answer: pb.VerifyAnswer, *, trees: bool = True) -> ev.VerifyEvent:
+    """Return the event of a response of a target that takes `trees`, or chains alone."""
     if not answer.HasField("result"):
         return _other_event(request_id, answer)
     result = answer.result
@@ -151,6 +170,7 @@ def verify_event(request_id: int, answer: pb.VerifyAnswer) -> ev.VerifyEvent:
         result.plain_ns,
         result.kv_reused,
         result.batch_span,
+        trees,
     )
 
 
@@ -173,6 +193,7 @@ def propose_event(
         max_tokens=info.max_draft_tokens,
         strategy=strategy,
         sources=_sources(result, strategy),
+        parents=tuple(result.parents),
     )
 
 

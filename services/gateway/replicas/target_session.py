@@ -269,12 +269,18 @@ class _Attempt:
         else:
             self._sent_to = client.replica
             for extension in self._extensions:
-                self.sent.extend(messages.extension(extension))
+                self.extend(extension)
+
+    def extend(self, request: ev.ExtendVerify) -> None:
+        """Send an extension; ignored before the request was sent."""
+        if self.sent is not None:
+            self.sent.extend(messages.extension(request, trees=self.target.client.info.trees))
 
     def put(self, responses: Sequence[pb.VerifyAnswer]) -> None:
         if self._has_ended:
             return
-        events = [messages.verify_event(self._request_id, response) for response in responses]
+        trees = self.target.client.info.trees
+        events = [messages.verify_event(self._request_id, response, trees=trees) for response in responses]
         last = responses[-1]
         if not messages.has_more(last):
             self._has_ended = True
@@ -335,8 +341,8 @@ class TargetRequest:
         if self._is_first:
             self._extensions.append(request)
         for attempt in (self._attempt, self._hedge):
-            if attempt is not None and attempt.sent is not None:
-                attempt.sent.extend(messages.extension(request))
+            if attempt is not None:
+                attempt.extend(request)
 
     def close(self) -> None:
         """Cancel the request if it is open. The session leaves a replica that owes a response."""

@@ -38,3 +38,10 @@ def test_a_draft_names_what_proposed_each_token(
     event = proposed(*runs)
     assert event.sources == sources
     assert event.strategy == "hybrid"
+
+
+def test_a_draft_says_how_its_tokens_are_a_tree() -> None:
+    result = pb.ProposeResult(position=2, draft_tokens=[5, 6, 7], parents=[-1, -1, -7])
+    event = propose_event(REQUEST, pb.ProposeAnswer(result=result), pb.GetDraftInfoResponse())
+    assert isinstance(event, ev.Proposed)
+    assert event.parents == (-1, -1, -7), "the session checks them"

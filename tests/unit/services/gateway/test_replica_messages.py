@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,16 @@ from galley.core.content import prefix_hash
 from galley.core.errors import Broken, GalleyError, InvalidField, Overloaded
 from galley.core.grammar.limits import GrammarFailed, InvalidGrammar
 from galley.core.grammar.spec import GrammarSpec
+from galley.core.hints import Hint
 from galley.core.session import events as ev
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.gateway.replicas.messages import propose_item, verify_event, verify_item
+from services.gateway.replicas.messages import (
+    extension,
+    propose_item,
+    verify_event,
+    verify_item,
+    without_tree,
+)
 from tests.fakes.session_world import spec
 
 GRAMMAR = GrammarSpec("choice", '["yes", "no"]', after_token=4)
@@ -42,6 +50,39 @@ async def test_a_session_without_a_grammar_sends_none() -> None:
     item = await verify_item(spec(), ev.Verify(1, slice_from(0), (), (), 0, False, 0), None, "")
     assert not item.slice.HasField("structured_output")
     assert not item.slice.grammar_hash
+
+
+# The main path is 4 6.
+TREE: dict[str, Any] = {
+    "draft_tokens": (4, 5, 6, 7),
+    "survival": (0.5, 0.25, 0.125, 0.0625),
+    "parents": (-1, -1, 0, 1),
+}
+
+
+@pytest.mark.parametrize(("credit", "kept"), [(0, 0), (8, 10)])
+async def test_a_target_that_takes_chains_alone_gets_the_main_path(credit: int, kept: int) -> None:
+    """The limit, which counts all draft tokens, stays; without credit there is one result in any case."""
+    item = await verify_item(spec(), ev.Verify(1, slice_from(0), credit=credit, **TREE), None, "")
+    assert (list(item.draft_tokens), list(item.parents)) == ([4, 5, 6, 7], [-1, -1, 0, 1])
+    without_tree(item)
+    assert (list(item.draft_tokens), list(item.survival)) == ([4, 6], [0.5, 0.125])
+    assert not item.parents
+    assert item.credit == kept
+
+
+def test_a_hint_for_a_target_that_takes_chains_alone_is_the_main_path() -> None:
+    request = ev.ExtendVerify(1, 20, Hint(3, b"", **TREE), hint_due=True)
+    tree, chain = (extension(request, trees=trees).hint for trees in (True, False))
+    assert (list(tree.draft_tokens), list(tree.parents)) == ([4, 5, 6, 7], [-1, -1, 0, 1])
+    assert (list(chain.draft_tokens), list(chain.survival)) == ([4, 6], [0.5, 0.125])
+    assert not chain.parents
+
+
+@pytest.mark.parametrize(("width", "sent"), [(1, 0), (4, 4)])
+async def test_a_draft_is_told_the_width_of_a_tree(width: int, sent: int) -> None:
+    request = ev.Propose(1, slice_from(0), 4, "ngram", width=width)
+    assert (await propose_item(spec(), request, 4, None, "")).width == sent
 
 
 @pytest.mark.parametrize(
