@@ -21,6 +21,7 @@ from galley.common.models.files import model_name
 from galley.common.server.process import hand_back_free_memory
 from galley.core.errors import Broken, UnsupportedModel
 from galley.core.kv.blocks import BLOCK_TOKENS
+from galley.core.kv.compaction import compaction
 from galley.core.step import StepChunk, StepTrace, TokenMove
 from galley.core.trees import ROOT, simplified
 from galley.engine import attention
@@ -269,20 +270,9 @@ class CausalModel:
     def keep_path(self, cache: SessionCache, path: Sequence[int]) -> None:
         """Extend `cache.tokens` by the nodes of a path of its tree, whose KV it moves; drop the others."""
         tokens = [cache.tree[node] for node in path]
-        moves = [
-            TokenMove(*_place(cache, node), *_place(cache, depth))
-            for depth, node in enumerate(path)
-            if node != depth
-        ]
-        self._check_blocks((), (), moves)
-        self.kv.move(moves)
+        self.kv.move(compaction(cache.blocks, BLOCK_TOKENS, len(cache.tokens), path))
         cache.tokens += tokens
         cache.truncate(len(cache.tokens))
-
-
-def _place(cache: SessionCache, node: int) -> tuple[int, int]:
-    block, slot = divmod(len(cache.tokens) + node, BLOCK_TOKENS)
-    return cache.blocks[block], slot
 
 
 def _chunk_of(item: Rows) -> StepChunk:

@@ -1,4 +1,4 @@
-"""Random trees of draft tokens, and the moves that put an accepted path in place."""
+"""Random trees of draft tokens."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from galley.core.kv.blocks import BLOCK_TOKENS
-from galley.core.step import TokenMove
 from galley.core.trees import ROOT, Parents
 
 
@@ -33,16 +31,3 @@ def tree_around(rng: random.Random, path: Sequence[int], others: Sequence[int]) 
         parents.append((nodes[-1] if nodes else ROOT) if on_path else rng.randint(ROOT, node - 1))
         nodes += [node] if on_path else []
     return RandomTree(tokens, tuple(parents), nodes)
-
-
-def token_moves(blocks: Sequence[int], root: int, path: Sequence[int]) -> list[TokenMove]:
-    """Return the moves of the nodes of a path, from their slots after `root` to those of their positions."""
-
-    def place(slot: int) -> tuple[int, int]:
-        return blocks[slot // BLOCK_TOKENS], slot % BLOCK_TOKENS
-
-    return [
-        TokenMove(*place(root + node), *place(root + depth))
-        for depth, node in enumerate(path)
-        if node != depth
-    ]

@@ -37,6 +37,7 @@ class PagedEngine:
             fingerprint=fingerprint,
             weights_digest=weights_digest,
             deterministic=info.deterministic,
+            trees=info.trees,
             dtype=info.number_types,
             device=info.device,
             ranks=ranks,

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from galley.core.errors import Broken
 from galley.core.kv.blocks import BLOCK_TOKENS
+from galley.core.kv.compaction import compaction
 from galley.core.step import StepChunk, TokenMove
 from galley.core.trees import CHAIN, depths, path_to
 from galley.engine.model import CausalModel, Rows
 from galley.engine.paged import CompiledAttention
 from galley.engine.pages import FlatPool, KvPool, KvShape, Shape, Span
 from tests.fakes.model_configs import CONFIGS, VOCAB, load, tokens_of, whole
-from tests.fakes.random_trees import RandomTree, token_moves, tree_around
+from tests.fakes.random_trees import RandomTree, tree_around
 
 MakeModel = Callable[[Any], Path]
 
@@ -102,7 +103,7 @@ def test_attention_of_a_node_has_the_bits_of_a_chain(case: dict[str, Any]) -> No
     written = pool.keys.clone(), pool.values.clone()
     for node in rng.sample(range(nodes), min(nodes, 4)):
         path = path_to(parents, node)
-        pool.move(token_moves(blocks, root, path))
+        pool.move(compaction(blocks, BLOCK_TOKENS, root, path))
         row = slice(case["before"] + node, case["before"] + node + 1)
         alone = attention.lay_out([Span(root + len(path) - 1, 1, blocks)])
         again = attention.store_attend(alone, 0, query[row], key[row], value[row], shape)

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from galley.core.kv.compaction import compaction
 from galley.core.step import StepChunk, TokenMove
 from galley.core.trees import CHAIN
 from galley.engine.model import CausalModel
-from tests.fakes.random_trees import RandomTree, token_moves, tree_around
+from tests.fakes.random_trees import RandomTree, tree_around
 
 _CHUNKS = (1, 1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 33, 64)
 _MAX_DRAFTS = 8
@@ -136,7 +137,7 @@ class InvarianceTrial:
 
     def _accept(self, sequence: _Sequence, tree: RandomTree) -> None:
         accepted = tree.path[: self._random.randint(0, len(tree.path))]
-        moves = token_moves(sequence.blocks, sequence.done, accepted)
+        moves = compaction(sequence.blocks, self._model.kv.block_tokens, sequence.done, accepted)
         self._moves += moves
         self.counts.moved_tokens += len(moves)
         sequence.done += len(accepted)
