@@ -145,7 +145,7 @@ def test_each_row_of_a_tree_is_that_of_its_path(
 ) -> None:
     compiled = compile_grammar(vocabulary, spec)
     at, output = compiled.start(), list[int]()
-    while (count := data.draw(st.integers(0, 12))) and not ENDS.intersection(output):
+    while (count := data.draw(st.integers(0, 12))) and not vocabulary.end_tokens.intersection(output):
         tokens, parents = list[int](), list[int]()
         for _ in range(count):
             parent = data.draw(st.integers(-1, len(tokens) - 1))
@@ -163,7 +163,7 @@ def test_each_row_of_a_tree_is_that_of_its_path(
             path = [tokens[other] for other in path_to(parents, node)]
             np.testing.assert_array_equal(rows[node + 1], fresh.masks(path)[-1])
             assert (node in nodes) == (fresh.allowed_prefix(path) == len(path))
-            if len(path) == 1 and node in nodes and tokens[node] not in ENDS:
+            if len(path) == 1 and node in nodes and tokens[node] not in vocabulary.end_tokens:
                 below, among = subtree(parents, len(tokens), node)
                 rest = at.allowed_nodes([tokens[other] for other in below], among, path)
                 assert [below[other] for other in rest] == [other for other in nodes if other in below]
