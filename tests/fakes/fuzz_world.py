@@ -17,11 +17,13 @@ from dataclasses import dataclass, field
 from galley.core.content import Miss, SessionKey, prefix_hash
 from galley.core.cost.model import StepTimes
 from galley.core.errors import Broken, DeadlinePassed, GalleyError, InvalidField, Overloaded, ServerFault
-from galley.core.hints import Hint
+from galley.core.hints import Hint, HintTail
 from galley.core.sampling_params import SamplingParams
 from galley.core.scheduler.messages import Confirmed, Extend, Response, VerifyRequest
 from galley.core.scheduler.scheduler import Linger, Scheduler
 from galley.core.step import Draw, Sampled, StepOutcome, StepPlan
+from galley.core.trees import ROOT, parent_of, simplified
+from tests.fakes.draft_trees import random_tree
 
 TICK_NS = 1_000_000
 TIMES = StepTimes.measured([(1, TICK_NS), (8, TICK_NS * 11 // 10), (64, TICK_NS * 3)])
@@ -235,8 +237,8 @@ class FuzzWorld(ABC):
         if position > 0 and self._random.random() < 0.8:
             prefix = session.tokens[:position]
             digest = prefix_hash(prefix) if self._random.random() < 0.9 else prefix_hash([0, *prefix])
-            drafts = (*session.tokens[position:], *self._drafts(session))
-            hint = Hint(position, digest, drafts, self._survival(len(drafts)))
+            drafts = self._drafts(session, session.tokens[position:])
+            hint = Hint(position, digest, drafts.draft_tokens, drafts.survival, parents=drafts.parents)
         limit = len(session.tokens) + self._random.randint(0, 12)
         extension = Extend(limit, hint, hint_due=self._random.random() < 0.3)
         self._scheduler.extend(session.item, extension, self._now)
@@ -245,7 +247,7 @@ class FuzzWorld(ABC):
 
     def _submit(self, session: _Session, start: int | None = None, *, wrong_hash: bool = False) -> None:
         begin = min(session.held, len(session.tokens) - 1) if start is None else start
-        drafts = self._drafts(session)
+        drafts = self._drafts(session, ())
         if self._random.random() < 0.05:
             self._change(session)
         request = VerifyRequest(
@@ -259,8 +261,9 @@ class FuzzWorld(ABC):
             stop_token_ids=frozenset({self._size.stop}),
             min_tokens=session.min_tokens,
             logprobs=session.logprobs,
-            draft_tokens=drafts,
-            survival=self._survival(len(drafts)),
+            draft_tokens=drafts.draft_tokens,
+            survival=drafts.survival,
+            parents=drafts.parents,
             credit=self._random.choice((0, 0, 1, 8, 40)),
             hint_due=self._random.random() < 0.2,
             arrival_ns=session.arrival_ns,
@@ -406,7 +409,22 @@ class FuzzWorld(ABC):
             return SamplingParams(temperature, seed=seed, top_p=0.9, top_k=20, repetition_penalty=1.2)
         return SamplingParams(temperature, seed=seed)
 
-    def _drafts(self, session: _Session) -> tuple[int, ...]:
+    def _drafts(self, session: _Session, known: Sequence[int]) -> HintTail:
+        """Return `known` tokens and then draft tokens: a chain, or a tree that holds some right ones."""
+        if self._random.random() < 0.5:
+            tokens = (*known, *self._chain(session))
+            return HintTail(tokens, self._survival(len(tokens)))
+        is_short = len(session.tokens) + 4 < self._size.context and self._size.poison not in session.tokens
+        right = self._known(session, 3) if is_short else []
+        tree = random_tree(self._random, right, 10, vocab=self._size.vocab)
+        below = [len(known) + parent_of(tree.parents, node) for node in range(len(tree.draft_tokens))]
+        return HintTail(
+            (*known, *tree.draft_tokens),
+            (1.0,) * len(known) + tree.survival,
+            parents=simplified([*range(ROOT, len(known) + ROOT), *below]),
+        )
+
+    def _chain(self, session: _Session) -> tuple[int, ...]:
         tokens = session.tokens
         kind = self._random.random()
         count = self._random.randint(1, 8)

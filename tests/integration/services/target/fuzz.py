@@ -34,6 +34,7 @@ class PagedWorld(FuzzWorld):
         self._model, self._fresh = model, fresh
         self._table = KvTable(size.blocks, model.kv.block_tokens, 2 * size.sessions)
         scheduler = Scheduler(self._table, TIMES, max_rows=size.max_rows, max_linger_ns=TICK_NS)
+        scheduler.takes_trees = True
         super().__init__(scheduler, size, seed)
 
     def check(self) -> None:
@@ -46,6 +47,8 @@ class PagedWorld(FuzzWorld):
 
     def run(self, plan: StepPlan) -> Sequence[StepOutcome]:
         self.counts.happened["copied blocks"] += len(plan.copies)
+        self.counts.happened["moved tokens"] += len(plan.moves)
+        self.counts.happened["trees"] += sum(bool(chunk.parents) for chunk in plan.chunks)
         return _run(self._model, plan)
 
     def fresh(self, draw: Draw) -> StepOutcome:

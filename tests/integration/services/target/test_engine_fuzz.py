@@ -30,7 +30,16 @@ def test_every_response_equals_that_of_a_fresh_run(
     assert counts.passes > STEPS / 3
     assert counts.tokens_checked > STEPS / 2
     assert counts.accepted > 0
-    for what in ("Miss", "Superseded", "cancelled", "extended", "Confirmed", "failed passes"):
+    for what in (
+        "Miss",
+        "Superseded",
+        "cancelled",
+        "extended",
+        "Confirmed",
+        "failed passes",
+        "trees",
+        "moved tokens",
+    ):
         assert counts.happened[what] > 0, counts
 
 
