@@ -288,7 +288,7 @@ def usable_cache_len(event: CacheMissed, answer: Answer) -> int:
 
 def joined(hint: Hint | None, further: Hint) -> Hint:
     """Return `hint` continued by `further`, or `further` alone if it does not start at the hint's end."""
-    if hint is None or hint.end != further.position:
+    if hint is None or not hint.draft_tokens or hint.end != further.position:
         return further
     if hint.parents or further.parents:
         return _joined_trees(hint, further)

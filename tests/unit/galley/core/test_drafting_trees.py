@@ -158,6 +158,15 @@ def test_a_proposal_continues_at_the_end_of_the_main_path() -> None:
     assert (request.slice.tokens[-5:], request.ahead, request.width) == ((4, 5, 6, 10, 12), 5, 3)
 
 
+def test_a_tree_may_follow_an_empty_proposal() -> None:
+    here, answer, _ = drafting(Observer())
+    pending = asked(here)
+    here.receive(proposed(pending, ()), answer, 0.5, 0)
+    here.pending = pending
+    assert here.receive(proposed(pending, TOKENS, PARENTS, SURVIVAL), answer, 0.5, 0) == (6, 6)
+    assert here.tail(answer.tokens).parents == PARENTS
+
+
 def test_a_tree_that_is_too_large_keeps_its_best_nodes() -> None:
     count = MAX_HINT_TOKENS - 4
     falling = tuple(1.0 - i / (2 * count) for i in range(count))
