@@ -2,8 +2,8 @@
 
 A scenario determines, by session and position, which draft tokens are right; the machines do not know it, and
 it may drift. Tokens after a wrong one in the same proposal are wrong too. The draft computes in parallel with
-the target, a token of each of its sessions in a step; messages take a given time. Where both share cores, the
-draft's work slows the target's.
+the target: in a step a token of each of its sessions, or the nodes of a tree for one position. Messages take
+a given time. Where both share cores, the draft's work slows the target's.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from galley.core.session.draft_statistics import SharedStatistics
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.session.sources import LocalSources
 from galley.core.step import StepPlan
+from galley.core.trees import CHAIN, MAX_WIDTH, ROOT, depths, simplified
 from tests.fakes.engine import StrictEngine
 
 MS = 1_000_000
@@ -44,6 +45,8 @@ class Scenario:
     Each stream has several `answers`, one after the other, whose tokens `alpha` counts through; each is a new
     session of a new workload. The draft reads a prompt token in `read_ns`. A nanosecond of its work takes
     `contention` of one from a step of the target. `sources` makes the session's own ones from its output.
+    `side` is the chance that the next candidate for a position is right if all before it are wrong; None: the
+    draft makes no trees. `width` is that of the requests.
     """
 
     alpha: Callable[[int], float]
@@ -60,7 +63,37 @@ class Scenario:
     answers: int = 1
     read_ns: int = 0
     contention: float = 0.0
+    side: float | None = None
+    width: int = 0
     sources: Callable[[Sequence[int]], LocalSources | None] = lambda output: None
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """The nodes of the best tree: their parents, ranks among their siblings, and survival."""
+
+    parents: list[int]
+    ranks: list[int]
+    survival: list[float]
+
+    @property
+    def depths(self) -> list[int]:
+        return depths(self.parents, len(self.parents))
+
+    @classmethod
+    def best(cls, alpha: float, side: float, width: int, count: int) -> _Shape:
+        chances = [alpha, *((1 - alpha) * side * (1 - side) ** rank for rank in range(width - 1))]
+        shape = cls([], [], [])
+        ready = [(-chance, ROOT, rank) for rank, chance in enumerate(chances)]
+        heapq.heapify(ready)
+        for node in range(count):
+            negative, parent, rank = heapq.heappop(ready)
+            shape.parents.append(parent)
+            shape.ranks.append(rank)
+            shape.survival.append(-negative)
+            for further, chance in enumerate(chances):
+                heapq.heappush(ready, (negative * chance, node, further))
+        return shape
 
 
 @dataclass(slots=True)
@@ -70,6 +103,16 @@ class _Job:
     tokens: list[int] = field(default_factory=list)
     compute_ns: int = 0
     shared: int = 0
+    steps: int = 0
+    tree: _Shape | None = None
+
+    def advance(self) -> bool:
+        """Draft a token, or the nodes of a tree for one position; return True if that was the last."""
+        self.steps += 1
+        if self.tree is not None:
+            return self.steps > max(self.tree.depths)
+        self.tokens.append(self.stream.guess(self))
+        return len(self.tokens) >= min(self.asked.k, self.stream.pool.scenario.most)
 
     def read(self) -> int:
         """Read what the draft lacks; return how many tokens that is beside the last, which a step feeds."""
@@ -108,12 +151,14 @@ class _Stream:
             _VOCAB,
             k=self._k,
             auto=self._auto,
+            width=self.pool.scenario.width,
             workload="" if self.answers == 1 else name,
         )
         self.read_to = 0
         self.truth = [*spec.prompt, *(chance.randrange(1, _VOCAB) for _ in range(scenario.tokens))]
         first = answer * scenario.tokens - scenario.prompt
         self.right = [chance.random() < scenario.alpha(first + i) for i in range(len(self.truth))]
+        self.ranks = [0 if right else self._side_rank(chance) for right in self.right]
         self.pool.truths[number] = self.truth
         self.sessions.append(
             Session(
@@ -124,6 +169,12 @@ class _Stream:
             )
         )
         self._carry_out(self.session.start(self.pool.now))
+
+    def _side_rank(self, chance: random.Random) -> int | None:
+        side = self.pool.scenario.side
+        if side is None:
+            return None
+        return next((rank for rank in range(1, MAX_WIDTH) if chance.random() < side), None)
 
     def handle(self, event: ev.Event) -> None:
         self._carry_out(self.session.step(event, now=self.pool.now))
@@ -158,7 +209,25 @@ class _Stream:
 
     def _to_draft(self, job: _Job) -> None:
         if job is self.job:
+            scenario, width = self.pool.scenario, job.asked.width
+            if scenario.side is not None and width > 1:
+                alpha = sum(self.right) / len(self.right)
+                job.tree = _Shape.best(alpha, scenario.side, width, min(job.asked.k, scenario.most))
             self.pool.draft(job)
+
+    def _nodes(self, job: _Job, tree: _Shape) -> list[int]:
+        """Return the tokens of the nodes of a tree."""
+        request = job.asked
+        before = request.slice.start + len(request.slice.tokens)
+        is_right = [list(request.slice.tokens) == self.truth[request.slice.start : before]]
+        tokens: list[int] = []
+        for parent, rank, depth in zip(tree.parents, tree.ranks, tree.depths, strict=True):
+            position = before + depth
+            true = self.truth[position] if position < len(self.truth) else 0
+            right = is_right[parent + 1] and position < len(self.truth) and self.ranks[position] == rank
+            is_right.append(right)
+            tokens.append(true if right else (true + 1 + rank) % _VOCAB)
+        return tokens
 
     def guess(self, job: _Job) -> int:
         request = job.asked
@@ -175,16 +244,21 @@ class _Stream:
         self.job = None
         request = job.asked
         tokens = [*self.truth[: request.slice.start], *request.slice.tokens]
+        tree, drafted, parents = job.tree, job.tokens, CHAIN
+        if tree is not None:
+            drafted, parents = self._nodes(job, tree), simplified(tree.parents)
         self.handle(
             ev.Proposed(
                 request_id=request.request_id,
                 position=len(tokens),
                 prefix_hash=prefix_hash(tokens),
-                tokens=tuple(job.tokens),
+                tokens=tuple(drafted),
                 cache_len=len(tokens),
                 timing=ev.Timing(0, job.compute_ns),
-                sessions=round(job.shared / len(job.tokens)),
+                survival=() if tree is None else tuple(tree.survival),
+                sessions=round(job.shared / job.steps),
                 max_tokens=self.pool.scenario.most,
+                parents=parents,
             )
         )
 
@@ -215,6 +289,7 @@ class Pool:
         self._engine = _Engine(self)
         table = KvTable(blocks, _BLOCK, max_sessions=scenario.sessions)
         self._scheduler = Scheduler(table, scenario.times, max_linger_ns=_MAX_LINGER_NS)
+        self._scheduler.takes_trees = True
         self._by_item: dict[int, _Stream] = {}
         self._passing = False
         self._linger = 0
@@ -262,10 +337,9 @@ class Pool:
         self._drafted_ns += took_ns
         self._drafting = False
         for job in jobs:
-            job.tokens.append(job.stream.guess(job))
             job.compute_ns += took_ns
             job.shared += len(jobs)
-            if len(job.tokens) >= min(job.asked.k, self.scenario.most):
+            if job.advance():
                 self.drop(job)
                 self.later(self.scenario.hop_ns, job.stream.proposed, job)
         self._draft_step()
@@ -298,6 +372,7 @@ class Pool:
             credit=request.credit,
             hint_due=request.hint_due,
             max_verified=request.max_verified,
+            parents=request.parents,
         )
 
     def _plan(self) -> None:

@@ -300,3 +300,24 @@ def test_drafting_ahead_of_an_uncertain_token_needs_an_idle_draft() -> None:
 
     assert ahead(1) > 0
     assert ahead(2) == 0
+
+
+CHEAP = StepTimes.measured([(1, 20 * MS), (501, 60 * MS)])
+"""A row adds 0.4 %, as on a GPU that its memory bounds."""
+
+
+def listed(times: StepTimes, width: int = 0, sessions: int = 1) -> Scenario:
+    """Return a scenario of lists that hold the token with .571, .763 and .913 for 1, 2 and 4 candidates."""
+    return Scenario(lambda _: 0.571, times, quick, sessions, tokens=400, side=0.448, width=width)
+
+
+@pytest.mark.parametrize(("sessions", "gain"), [(1, 1.3), (4, 1.2)])
+def test_where_rows_are_cheap_auto_requests_trees(sessions: int, gain: float) -> None:
+    trees, chains = (goodput(listed(CHEAP, width, sessions), 32, auto=True) for width in (0, 1))
+    assert trees >= gain * chains
+
+
+@pytest.mark.parametrize("times", [MEASURED, LINEAR], ids=["measured", "linear"])
+def test_where_rows_are_dear_trees_cost_nothing(times: StepTimes) -> None:
+    trees, chains = (goodput(listed(times, width), 16, auto=True) for width in (0, 1))
+    assert trees >= 0.98 * chains
