@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from galley.client.options import Speculation
+from galley.common.metrics import catalogue
+from galley.common.metrics.labels import GATEWAY
+from galley.common.metrics.registry import Registry
+from galley.core import names
 from galley.pb.galley.v1 import galley_pb2 as pb
+from tests.fakes.readings import number, total
+from tests.fakes.spans import KeptSpans, attributes_of
 from tests.fakes.truth import VOCAB
 from tests.fakes.world import World, any_credit, must_be_true, receive
 
@@ -24,6 +31,17 @@ def beside_the_first(item: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:
     result.draft_tokens[:] = [*right, wrong]
     result.parents[:] = [*range(-1, len(right) - 1), -1]
     result.survival[:] = [0.9 - 0.1 * i for i in range(len(right) + 1)]
+
+
+def before_the_first(item: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:
+    """Put a wrong candidate before the first token, and let the others follow that one."""
+    result = answer.result
+    if item.width < 2 or not result.draft_tokens:
+        return
+    right = list(result.draft_tokens)[: item.k - 1]
+    result.draft_tokens[:] = [(right[0] + 1) % VOCAB, *right] if right else [1]
+    result.parents[:] = [-1, -1, *range(1, len(right))][: len(result.draft_tokens)]
+    result.survival[:] = [0.9 - 0.1 * i for i in range(len(result.draft_tokens))]
 
 
 def cyclic(item: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:
@@ -81,3 +99,32 @@ async def test_an_invalid_tree_changes_nothing(
     world.draft.corrupt = corrupt
     gateway = await world.gateway(credit=credit)
     must_be_true(await receive(gateway.generate(speculation=LISTS)))
+
+
+@any_credit
+async def test_draft_tokens_of_trees_are_counted_by_position_and_rank(world: World, credit: int) -> None:
+    world.target.trees = True
+    world.target.pass_s = 0.002
+    world.draft.corrupt = before_the_first
+    registry, spans = Registry(GATEWAY), KeptSpans()
+    gateway = await world.gateway_of(replace(spans.parts(), metrics=registry), credit=credit)
+    received = await receive(gateway.generate(speculation=LISTS))
+    must_be_true(received)
+    await gateway.idle()
+    stats = received.end.speculation
+    verified, accepted = list(stats.verified_by_rank), list(stats.accepted_by_rank)
+    assert (sum(verified), sum(accepted)) == (stats.verified, stats.accepted)
+    assert (len(verified), len(accepted)) == (2, 2)
+    assert 0 < accepted[1] <= verified[1], "the second candidate of a first position was right"
+    assert sum(stats.accepted_at) == stats.accepted
+    assert sum(stats.verified_at) < stats.verified, "a position counts once a round"
+    assert max(stats.verified_at) <= stats.rounds
+    for rank in range(2):
+        assert number(registry, catalogue.VERIFIED_BY_RANK, str(rank)) == verified[rank]
+        assert number(registry, catalogue.ACCEPTED_BY_RANK, str(rank)) == accepted[rank]
+    assert total(registry, catalogue.VERIFIED_AT) == sum(stats.verified_at)
+    [request] = await spans.requests()
+    ranks = tuple(f"{rank} {accepted[rank]}/{verified[rank]}" for rank in range(2))
+    assert attributes_of(request)[names.RANKS] == ranks
+    rounds = [attributes_of(span) for span in spans.rounds(request)]
+    assert any(names.ROUND_DEPTH in of and len(of[names.ROUND_RANKS]) == 2 for of in rounds)
