@@ -24,6 +24,7 @@ from galley.core.content import Miss, SessionKey, look_up, prefix_hash
 from galley.core.errors import Broken, DeadlinePassed, GalleyError, Overloaded, Unavailable
 from galley.core.grammar.compiled import CompiledGrammar
 from galley.core.scheduler.messages import Slice, Superseded
+from galley.core.trees import CHAIN, Parents, simplified
 from services.draft.sessions import SessionTable
 from services.draft.strategies.base import DraftJob, Proposal, Strategy
 from services.draft.telemetry import BatchSpans, DraftMeter
@@ -42,11 +43,12 @@ class ProposeJob:
     ahead: int = 0
     workload: str = ""
     grammar: CompiledGrammar | None = None
+    width: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """Draft tokens for positions [position, position + len), after a prefix of this hash."""
+    """Draft tokens from `position` on, after a prefix of this hash: a chain, or a tree with `parents`."""
 
     position: int
     prefix_hash: bytes
@@ -55,6 +57,7 @@ class Proposed:
     kv_len: int
     # The source of each token; empty: the strategy's own.
     sources: tuple[str, ...] = ()
+    parents: Parents = CHAIN
 
 
 # An error concerns its own request only.
@@ -318,7 +321,7 @@ class DraftLoop:
         session.tokens[sent.start :] = sent.tokens
         session.confirmed = sent.position - job.ahead
         request.hash = prefix_hash(session.tokens)
-        self._proposals[request] = Proposal(DraftJob(sent, session, k, job.workload, job.grammar))
+        self._proposals[request] = Proposal(DraftJob(sent, session, k, job.workload, job.grammar, job.width))
         self._by_session[sent.key] = request
         return before
 
@@ -352,8 +355,8 @@ class DraftLoop:
         proposal, position = self._proposals[request], request.job.slice.position
         k = proposal.job.k
         tokens, survival = tuple(proposal.tokens[:k]), tuple(proposal.survival[:k])
-        sources = tuple(proposal.sources[: len(tokens)])
-        so_far = Proposed(position, request.hash, tokens, survival, kv_len=position, sources=sources)
+        sources, parents = tuple(proposal.sources[: len(tokens)]), simplified(proposal.parents[: len(tokens)])
+        so_far = Proposed(position, request.hash, tokens, survival, position, sources, parents)
         if proposal.error is not None:
             request.outcome = proposal.error
             self._close(request)

@@ -22,6 +22,7 @@ from galley.core.content import Miss
 from galley.core.errors import InvalidField, Unimplemented, check_length, check_range
 from galley.core.lru import RecentKeys
 from galley.core.routing.choice import DraftLease
+from galley.core.trees import MAX_WIDTH
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.draft.answers.exchange import AnswerExchange
@@ -140,13 +141,14 @@ def read_item(item: pb.ProposeItem, info: pb.GetDraftInfoResponse) -> ProposeJob
         raise Unimplemented("features")
     read = read_slice(item.slice, vocab_size=info.vocab_size or ANY_VOCABULARY, context_window=_ANY_LENGTH)
     check_range("k", item.k, most=info.max_draft_tokens)
+    check_range("width", item.width, most=MAX_WIDTH)
     check_length("workload", item.workload.encode(), MAX_WORKLOAD_BYTES, "bytes")
     strategy = item.strategy or info.default_strategy
     if strategy not in info.strategies:
         raise InvalidField("strategy", f"must be one of {', '.join(info.strategies)}, got {strategy!r}")
     if item.ahead >= read.position:
         raise InvalidField("ahead", f"must be < {read.position} (all tokens), got {item.ahead}")
-    return ProposeJob(read, item.k, strategy, item.ahead, item.workload)
+    return ProposeJob(read, item.k, strategy, item.ahead, item.workload, width=item.width)
 
 
 def _set_result(span: LightSpan | None, done: Done) -> None:
@@ -170,6 +172,7 @@ def _result_of(proposed: Proposed, done: Done) -> pb.ProposeResult:
         position=proposed.position,
         prefix_hash=proposed.prefix_hash,
         draft_tokens=proposed.draft_tokens,
+        parents=proposed.parents,
         survival=proposed.survival,
         kv_len=proposed.kv_len,
         timing=pb.Timing(queue_ns=done.queue_ns, compute_ns=done.compute_ns),

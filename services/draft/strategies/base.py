@@ -30,7 +30,8 @@ class DraftSession:
 class DraftJob:
     """A request for at most `k` draft tokens after `session.tokens`, which end where `slice` ends.
 
-    Only tokens that its `grammar` allows can be accepted.
+    Only tokens that its `grammar` allows can be accepted. `width` is the most tokens for one position; above
+    1 a strategy may propose a tree (`galley/core/trees.py`), whose nodes `k` counts.
     """
 
     slice: Slice
@@ -38,20 +39,23 @@ class DraftJob:
     k: int
     workload: str = ""
     grammar: CompiledGrammar | None = None
+    width: int = 1
 
 
 @dataclass(slots=True)
 class Proposal:
     """An unfinished proposal of at most `job.k` tokens, usable at any time.
 
-    `survival[i]` estimates the probability that tokens 0 to i are all accepted; it never rises. `sources[i]`
-    names what drafted token i; empty, the strategy did. An error concerns this job only.
+    `survival[i]` estimates the probability that token i and all before it on its path are accepted; it never
+    rises. `sources[i]` names what drafted token i; empty, the strategy did. `parents` are those of a tree,
+    empty for a chain. An error concerns this job only.
     """
 
     job: DraftJob
     tokens: list[int] = field(default_factory=list)
     survival: list[float] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
     done: bool = False
     error: GalleyError | None = None
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from heapq import heappop, heappush
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from galley.core.noise import SPOIL, words
+from galley.core.trees import ROOT
 from services.draft.strategies.base import DraftJob, DraftSession, Proposal
 
 
@@ -15,7 +17,8 @@ class OracleStrategy:
     """Know whole sessions, prompt and answer, from `answers`: one JSON object {"tokens": [...]} a line.
 
     A token is replaced by a wrong one with probability `spoil`. The noise of (seed, position) decides, so the
-    result is the same for every k and repetition. New lines of the file are read when a session has no match.
+    result is the same for every k and repetition. In a tree the right token is the one of rank r with
+    probability spoil^r (1 - spoil). New lines of the file are read when a session has no match.
     """
 
     def __init__(self, answers: Path, spoil: float) -> None:
@@ -34,16 +37,36 @@ class OracleStrategy:
         # Taken by position, so that wrong draft tokens ahead of the target change nothing.
         start = len(job.session.tokens)
         known = (self._answer_to(job.session) or [])[start : start + job.k]
-        seed = job.slice.sampling.seed
-        tokens = [self._spoiled(token, seed, start + i) for i, token in enumerate(known)]
+        seed, width = job.slice.sampling.seed, max(1, job.width)
+        candidates = [self._candidates(token, seed, start + i, width) for i, token in enumerate(known)]
+        if width > 1:
+            return self._tree(job, candidates)
+        tokens = [token for (token,) in candidates]
         return Proposal(job, tokens, [(1 - self._spoil) ** (i + 1) for i in range(len(tokens))], done=True)
 
-    def _spoiled(self, token: int, seed: int, position: int) -> int:
+    def _candidates(self, token: int, seed: int, position: int, width: int) -> list[int]:
+        """Return at most `width` candidates for a position, among which `token` has the rank that it drew."""
         word = int(words(seed, position, [0], SPOIL)[0])
-        if word >= self._spoil * 2**32:
-            return token
-        # A wrong token that exists in every vocabulary of at least two.
-        return token - 1 if token else 1
+        rank = next((rank for rank in range(width) if word >= self._spoil ** (rank + 1) * 2**32), width)
+        # Wrong tokens that exist in every vocabulary with this token and one more.
+        candidates = [*range(token - 1, max(-1, token - 1 - width), -1)] or [1]
+        return [*candidates[:rank], token, *candidates[rank:]][:width] if rank < width else candidates[:width]
+
+    def _tree(self, job: DraftJob, candidates: Sequence[Sequence[int]]) -> Proposal:
+        """Propose the likeliest nodes of the tree that has `candidates[d]`, in order of rank, at depth d."""
+        proposal = Proposal(job, done=True)
+        # The negative survival; the parent, depth and rank of a node, which order nodes as likely.
+        waiting = [(-1.0, ROOT, 0, 0)] if candidates else []
+        while waiting and len(proposal.tokens) < job.k:
+            survival, parent, depth, rank = heappop(waiting)
+            if rank + 1 < len(candidates[depth]) and self._spoil > 0.0:
+                heappush(waiting, (survival * self._spoil, parent, depth, rank + 1))
+            if depth + 1 < len(candidates):
+                heappush(waiting, (survival * (1 - self._spoil), len(proposal.tokens), depth + 1, 0))
+            proposal.tokens.append(candidates[depth][rank])
+            proposal.survival.append(-survival * (1 - self._spoil))
+            proposal.parents.append(parent)
+        return proposal
 
     def _answer_to(self, session: DraftSession) -> list[int] | None:
         confirmed = session.tokens[: session.confirmed]

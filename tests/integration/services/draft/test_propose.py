@@ -12,6 +12,7 @@ import pytest
 
 from galley.common.models.files import tokenizer_hash
 from galley.core.content import prefix_hash
+from galley.core.trees import ROOT, main_path, ranks, valid_count
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.fakes.tiny_model import CONTEXT, POISON, VOCAB, greedy, save_tiny_model
@@ -25,8 +26,10 @@ async def propose(draft: rpc.DraftAsyncStub, *items: pb.ProposeItem) -> list[pb.
     return list((await draft.Propose(pb.ProposeRequest(items=items))).answers)
 
 
-def item(tokens: list[int], k: int = 4, strategy: str = "", **given: Any) -> pb.ProposeItem:
-    return pb.ProposeItem(slice=slice_of(tokens, **given), k=k, strategy=strategy)
+def item(
+    tokens: list[int], k: int = 4, strategy: str = "", *, width: int = 0, **given: Any
+) -> pb.ProposeItem:
+    return pb.ProposeItem(slice=slice_of(tokens, **given), k=k, strategy=strategy, width=width)
 
 
 async def proposals(draft: rpc.DraftAsyncStub, *items: pb.ProposeItem) -> list[list[int]]:
@@ -76,6 +79,7 @@ async def test_the_cache_is_addressed_by_content() -> None:
 
 BAD: list[tuple[str, str, pb.ProposeItem]] = [
     ("k", "<= 8", item([1], 9)),
+    ("width", "<= 8", item([1], 1, width=9)),
     ("strategy", "ngram, none", item([1], 1, "magic")),
     ("slice.tokens", "empty", item([])),
     ("sampling.top_p", "(0, 1]", item([1], sampling=pb.SamplingParams(top_p=2))),
@@ -208,6 +212,28 @@ class TestOracle:
                 assert part == whole[3:]
                 spoiled += [a != b for a, b in zip(whole, self.answer[5:13], strict=True)]
         assert 0.3 < sum(spoiled) / len(spoiled) < 0.5
+
+    async def test_a_tree_has_the_right_token_by_rank_as_often_as_it_says(self, tmp_path: Path) -> None:
+        path = tmp_path / "answers.jsonl"
+        self.write(path, self.answer)
+        by_rank = [0, 0, 0]
+        async with drafting(oracle_answers=path, oracle_spoil=0.4) as draft:
+            for seed in range(60):
+                sampling = pb.SamplingParams(seed=seed)
+                request = item(self.answer[:5], 8, "oracle", width=3, sampling=sampling)
+                (answer,) = await propose(draft, request)
+                tree = answer.result
+                tokens, parents = list(tree.draft_tokens), list(tree.parents)
+                assert valid_count(tokens, parents) == len(tokens) == len(tree.survival) == 8
+                assert list(tree.survival) == sorted(tree.survival, reverse=True)
+                assert max(ranks(parents, 8)) == 2
+                (chain,) = await proposals(draft, item(self.answer[:5], 8, "oracle", sampling=sampling))
+                main = main_path(parents, 8)
+                assert [tokens[node] for node in main] == chain[: len(main)]
+                first = [token for token, parent in zip(tokens, parents, strict=True) if parent == ROOT]
+                if self.answer[5] in first:
+                    by_rank[first.index(self.answer[5])] += 1
+        assert by_rank == pytest.approx([60 * 0.6, 60 * 0.24, 60 * 0.096], abs=10)
 
     async def test_a_missing_file_fails_its_own_items_alone(self, tmp_path: Path) -> None:
         async with drafting(oracle_answers=tmp_path / "none") as draft:
