@@ -43,9 +43,11 @@ def load_strategies(
     if model is not None:
         from services.draft.strategies.hybrid import HybridStrategy  # noqa: PLC0415  # torch, as do these
         from services.draft.strategies.model import ModelSteps, ModelStrategy  # noqa: PLC0415
+        from services.draft.strategies.trees import ByWidth, TreeStrategy  # noqa: PLC0415
 
         steps = ModelSteps(model)
-        offered |= {names.MODEL: ModelStrategy(steps), names.HYBRID: HybridStrategy(lookups, steps)}
+        offered[names.MODEL] = ByWidth(ModelStrategy(steps), TreeStrategy(steps))
+        offered[names.HYBRID] = ByWidth(HybridStrategy(lookups, steps), TreeStrategy(steps, lookups))
     info = pb.GetDraftInfoResponse(
         model=model.info.name if model else "",
         tokenizer_hash=_tokenizer_hash(settings, model),

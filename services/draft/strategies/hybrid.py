@@ -15,7 +15,14 @@ from galley.core import names
 from galley.core.content import common_prefix_len
 from galley.core.lookup.calibration import Calibration
 from services.draft.strategies.base import DraftJob, DraftSession, Proposal
-from services.draft.strategies.model import CONFIDENCES, DraftHistory, ModelProposal, ModelSteps, rules_of
+from services.draft.strategies.model import (
+    CONFIDENCES,
+    LISTED,
+    DraftHistory,
+    ModelProposal,
+    ModelSteps,
+    rules_of,
+)
 from services.draft.strategies.ngram import (
     LENGTHS,
     PRIOR,
@@ -33,8 +40,8 @@ _LEAST_SURVIVAL = 0.03
 _SURE = 0.7
 # Three classes of match lengths where both agree: each begins at one of these indices of LENGTHS.
 _SHORT = (0, 1, 4)
-# Greedy and sampled tokens have classes of their own.
-_BUCKETS = CONFIDENCES * 2
+# Greedy and sampled tokens have classes of their own, and so have the candidates of a list.
+_BUCKETS = CONFIDENCES * 2 + LISTED
 _CLASSES = PRIOR * 2
 _BOTH = tuple(1 - (1 - confidence) * (1 - PRIOR[first]) for confidence in _BUCKETS for first in _SHORT)
 # Where they differ at least one is wrong, a lookup more often than a model.
@@ -52,14 +59,14 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The candidates for one position, of a lookup and of a model; at least one is not None."""
+    """The candidates for one position: a lookup's, and those of a model, the first one first."""
 
     lookup: Candidate | None
-    model: Candidate | None
+    model: tuple[Candidate, ...]
 
     def source_of(self, token: int) -> str:
         """Return what drafted `token`: the model if it did, whatever a lookup found."""
-        if self.lookup is None or (self.model is not None and self.model.token == token):
+        if self.lookup is None or any(candidate.token == token for candidate in self.model):
             return names.MODEL
         return self.lookup.source
 
@@ -83,33 +90,38 @@ class Ensemble:
 
     def choose(self, candidates: Candidates) -> tuple[int, float]:
         """Return the likelier token, the model's if both are as likely, and its probability."""
-        chance, token = max(
-            ((table.chance(bucket), token) for token, table, bucket in self._evidence(candidates)),
-            key=itemgetter(0),
-        )
-        return token, chance
+        return self.ranked(candidates)[0]
+
+    def ranked(self, candidates: Candidates) -> list[tuple[int, float]]:
+        """Return each token and its probability, the likeliest first; of equals the model's."""
+        evidence = self._evidence(candidates)
+        found = [(token, table.chance(bucket)) for token, table, bucket in evidence]
+        return sorted(found, key=itemgetter(1), reverse=True)
 
     def record(self, candidates: Candidates, confirmed: int) -> None:
         """Record the confirmed token of a position whose earlier draft tokens were all accepted."""
         lookup = candidates.lookup
         if lookup is not None:
             self.lookup.record(lookup.evidence, lookup.token == confirmed)
-        if candidates.model is not None:
+        if candidates.model:
             for token, table, bucket in self._evidence(candidates):
                 table.record(bucket, token == confirmed)
 
     def _evidence(self, candidates: Candidates) -> list[tuple[int, Calibration, int]]:
         lookup, model = candidates.lookup, candidates.model
         if lookup is None:
-            return [] if model is None else [(model.token, self.alone, model.evidence)]
-        if model is None:
+            return [(candidate.token, self.alone, candidate.evidence) for candidate in model]
+        if not model:
             return [(lookup.token, self.lookup, lookup.evidence)]
-        if lookup.token == model.token:
-            return [(lookup.token, self.both, _agreeing(lookup, model))]
-        return [
-            (model.token, self.model_against, model.evidence),
-            (lookup.token, self.lookup_against, lookup.evidence),
+        evidence = [
+            (candidate.token, self.both, _agreeing(lookup, candidate))
+            if candidate.token == lookup.token
+            else (candidate.token, self.model_against, candidate.evidence)
+            for candidate in model
         ]
+        if all(candidate.token != lookup.token for candidate in model):
+            evidence.append((lookup.token, self.lookup_against, lookup.evidence))
+        return evidence
 
 
 def _agreeing(lookup: Candidate, model: Candidate) -> int:
@@ -125,6 +137,23 @@ class _HybridSession:
     lookups: SessionLookups | None = None
     known: list[int] = field(default_factory=list)
     history: DraftHistory[Candidates] = field(default_factory=DraftHistory)
+
+
+def lookup_candidate(
+    lookups: SessionLookups | None, proposal: ModelProposal, path: Sequence[int]
+) -> Candidate | None:
+    """Return what a lookup proposes after the session's tokens and `path`, if the grammar allows it."""
+    if lookups is None:
+        return None
+    session = proposal.job.session
+    ahead = [*session.tokens[session.confirmed :], *path]
+    match = lookups.find(ahead, 1)
+    if not match.found.tokens:
+        return None
+    if proposal.state is not None and not proposal.state.allowed_prefix(match.found.tokens, ahead):
+        return None
+    evidence = class_of(match) + (0 if proposal.job.slice.sampling.is_greedy else len(PRIOR))
+    return Candidate(match.found.tokens[0], evidence, match.source)
 
 
 class HybridStrategy:
@@ -145,10 +174,13 @@ class HybridStrategy:
             [proposal for proposal in proposals if isinstance(proposal, ModelProposal)]
         ):
             candidates = Candidates(
-                self._lookup_candidate(drawn.proposal), Candidate(drawn.token, drawn.bucket)
+                self._lookup_candidate(drawn.proposal), (Candidate(drawn.token, drawn.bucket),)
             )
             self._add(drawn.proposal, candidates)
             self._copy(drawn.proposal)
+
+    def forget(self, session: DraftSession) -> None:
+        self._sessions.pop(session, None)
 
     def _begin(self, job: DraftJob) -> ModelProposal:
         proposal, tokens = self._steps.open(job), job.session.tokens
@@ -175,18 +207,8 @@ class HybridStrategy:
         return session
 
     def _lookup_candidate(self, proposal: ModelProposal) -> Candidate | None:
-        session = proposal.job.session
-        lookups = self._sessions[session].lookups
-        if lookups is None:
-            return None
-        ahead = [*session.tokens[session.confirmed :], *proposal.tokens]
-        match = lookups.find(ahead, 1)
-        if not match.found.tokens:
-            return None
-        if proposal.state is not None and not proposal.state.allowed_prefix(match.found.tokens, ahead):
-            return None
-        evidence = class_of(match) + (0 if proposal.job.slice.sampling.is_greedy else len(PRIOR))
-        return Candidate(match.found.tokens[0], evidence, match.source)
+        lookups = self._sessions[proposal.job.session].lookups
+        return lookup_candidate(lookups, proposal, proposal.tokens)
 
     def _copy(self, proposal: ModelProposal) -> None:
         """Draft while `is_sure` of the lookup; finish where the model's context window ends."""
@@ -196,7 +218,7 @@ class HybridStrategy:
             if found is None or not ensemble.is_sure(found):
                 proposal.done = len(proposal.tokens) >= proposal.reach
                 return
-            self._add(proposal, Candidates(found, None))
+            self._add(proposal, Candidates(found, ()))
 
     def _add(self, proposal: ModelProposal, candidates: Candidates) -> None:
         session = self._sessions[proposal.job.session]

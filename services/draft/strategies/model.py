@@ -23,23 +23,36 @@ from galley.core.grammar.compiled import GrammarState
 from galley.core.lookup.calibration import Calibration
 from galley.core.scheduler.messages import Slice
 from galley.core.step import Draw
+from galley.core.trees import follow
 from galley.engine.masking import MaskThread
 from galley.engine.model import CausalModel, Rows, SessionCache
 from galley.engine.sampler import guess as guess_tokens
-from galley.engine.sampler import with_masks
+from galley.engine.sampler import list_tokens, with_masks
 from galley.engine.sampling import draw as sampling
 from galley.engine.sampling import guessing
 from galley.engine.sampling.allowed import allows_any
+from galley.engine.sampling.guessing import ListedToken, ListOutcome
 from services.draft.strategies.base import DraftJob, DraftSession, Proposal
 from services.draft.strategies.grammars import DraftGrammars, tried_mask
 from services.draft.strategies.ngram import ByKind
 
 # Tokens of a session in one step, so that a long prompt does not delay the others.
-_PREFILL_ROWS = 128
+PREFILL_ROWS = 128
 # Edges of the confidence buckets, finer near 1, where the probabilities of many tokens are multiplied.
 _EDGES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1.0)
 CONFIDENCES = tuple((low + high) / 2 for low, high in pairwise(_EDGES))
 """The confidence of each bucket of greedy tokens; buckets of sampled tokens follow them."""
+# Edges of the weights of listed candidates (`ListedToken`), and the ranks that have buckets of their own.
+_LISTED_EDGES = (
+    *(0.0, 0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5),
+    *(0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1.0),
+)
+_RANKS = 4
+_WEIGHTS = tuple((low + high) / 2 for low, high in pairwise(_LISTED_EDGES))
+# A sampled candidate of little weight is right less often than that says (measured with the shipped draft).
+_SAMPLED = tuple(min(weight, 3.5 * weight**2) for weight in _WEIGHTS)
+LISTED = _WEIGHTS * _RANKS + _SAMPLED * _RANKS
+"""The prior of each bucket of listed candidates: greedy, then sampled ones, each by rank, then by weight."""
 # Weight of the prior, in verdicts; and workloads whose acceptance rate is kept.
 _STRENGTH = 8.0
 _WORKLOADS = 256
@@ -54,12 +67,11 @@ class ModelProposal(Proposal):
     limit: int = field(kw_only=True)
     state: GrammarState | None = field(kw_only=True)
 
-    @property
-    def draw(self) -> Draw:
+    def draw_after(self, path: Sequence[int]) -> Draw:
         request = self.job.slice
         return Draw(
             request.sampling,
-            [*self.job.session.tokens, *self.tokens],
+            [*self.job.session.tokens, *path],
             request.prompt_len,
             request.stop_token_ids,
             request.min_tokens,
@@ -92,6 +104,15 @@ class Drawn:
     bucket: int
 
 
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """The rows of a proposal in a step, and a draw for each row whose logits are wanted."""
+
+    proposal: ModelProposal
+    rows: Rows
+    draws: Sequence[Draw]
+
+
 class ModelSteps:
     """The steps of one model; strategies that share it share its caches."""
 
@@ -108,6 +129,9 @@ class ModelSteps:
         cache = self._caches.get(job.session)
         if cache is None:
             cache = self._caches[job.session] = self._model.new_cache()
+        elif cache.tree:
+            path = follow(cache.tree, cache.parents, job.session.tokens[len(cache.tokens) :])
+            self._model.keep_path(cache, path)
         # A token is drawn from the logits of the one before it, so the window must hold only that one.
         reach = max(0, self._model.info.context_window - len(job.session.tokens) + 1)
         state = self._grammars.state_of(job)
@@ -124,8 +148,8 @@ class ModelSteps:
         A proposal also ends where its grammar allows no token that the head knows.
         """
         fed = [(proposal, proposal.missing) for proposal in proposals]
-        drawing = [proposal for proposal, missing in fed if len(missing) <= _PREFILL_ROWS]
-        draws: Sequence[Draw] = [proposal.draw for proposal in drawing]
+        drawing = [proposal for proposal, missing in fed if len(missing) <= PREFILL_ROWS]
+        draws: Sequence[Draw] = [proposal.draw_after(proposal.tokens) for proposal in drawing]
         with self._masks.beside(draws, tried_mask) as masks:
             logits = self._forward(fed)
         if not drawing:
@@ -143,6 +167,25 @@ class ModelSteps:
                 drawn.append(Drawn(proposal, outcome.tokens[0], _bucket(confidence, greedy=greedy)))
         return drawn
 
+    def list_after(self, feeds: Sequence[Feed], count: int) -> list[list[list[ListedToken]]]:
+        """Run a step; return for each draw of each feed at most `count` candidates, the first one first.
+
+        There are none where the grammar allows no token that the head knows. An error ends its proposal only.
+        """
+        draws: Sequence[Draw] = [draw for feed in feeds for draw in feed.draws]
+        with self._masks.beside(draws, tried_mask) as masks:
+            logits = self._feed([(feed.proposal, feed.rows) for feed in feeds])
+        draws = with_masks(draws, masks)
+        outcomes = iter(zip(draws, list_tokens(logits, draws, self._model.head, count), strict=True))
+        return [[self._listed(feed.proposal, *next(outcomes)) for _ in feed.draws] for feed in feeds]
+
+    def _listed(self, proposal: ModelProposal, draw: Draw, outcome: ListOutcome) -> list[ListedToken]:
+        if not isinstance(outcome, GalleyError):
+            return outcome
+        if self._can_draw(draw):
+            self._fail(proposal, outcome)
+        return []
+
     def _can_draw(self, draw: Draw) -> bool:
         """Return False if the grammar allows no token that the head knows."""
         head = self._model.head
@@ -150,12 +193,19 @@ class ModelSteps:
 
     def _forward(self, fed: Sequence[tuple[ModelProposal, list[int]]]) -> Tensor:
         """Feed the missing tokens, or a part; return logits of the complete ones, [drawing, head]."""
-        rows = [
-            Rows(proposal.cache, missing[:_PREFILL_ROWS], int(len(missing) <= _PREFILL_ROWS))
-            for proposal, missing in fed
-        ]
+        return self._feed(
+            [
+                (
+                    proposal,
+                    Rows(proposal.cache, missing[:PREFILL_ROWS], int(len(missing) <= PREFILL_ROWS)),
+                )
+                for proposal, missing in fed
+            ]
+        )
+
+    def _feed(self, fed: Sequence[tuple[ModelProposal, Rows]]) -> Tensor:
         try:
-            return self._model.forward_head(rows)
+            return self._model.forward_head([rows for _, rows in fed])
         except BaseException:
             # The state of the caches is unknown.
             for proposal, _ in fed:
@@ -177,6 +227,13 @@ def rules_of(request: Slice) -> object:
         request.min_tokens,
         request.grammar_hash,
     )
+
+
+def listed_bucket(rank: int, weight: float, *, greedy: bool) -> int:
+    """Return the bucket of a listed candidate, after those of CONFIDENCES for greedy and sampled tokens."""
+    kind = min(rank, _RANKS - 1) + (0 if greedy else _RANKS)
+    bucket = min(bisect(_LISTED_EDGES, weight), len(_WEIGHTS)) - 1
+    return 2 * len(CONFIDENCES) + kind * len(_WEIGHTS) + bucket
 
 
 def _bucket(confidence: float, *, greedy: bool) -> int:
@@ -258,6 +315,9 @@ class ModelStrategy:
             job = drawn.proposal.job
             self._history[job.session].append(drawn.token, drawn.bucket)
             drawn.proposal.add(drawn.token, self._calibrations.of(job).chance(drawn.bucket))
+
+    def forget(self, session: DraftSession) -> None:
+        self._history.pop(session, None)
 
     def _begin(self, job: DraftJob) -> ModelProposal:
         proposal, session = self._steps.open(job), job.session

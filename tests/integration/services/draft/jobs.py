@@ -15,6 +15,7 @@ def job_of(
     k: int,
     *,
     ahead: int = 0,
+    width: int = 1,
     prompt_len: int = 1,
     salt: bytes = b"",
     workload: str = "",
@@ -37,4 +38,4 @@ def job_of(
     )
     session.tokens[start:] = own.tokens
     session.confirmed = len(tokens) - ahead
-    return DraftJob(own, session, k, workload, grammar)
+    return DraftJob(own, session, k, workload, grammar, width)
