@@ -56,7 +56,7 @@ PROMPTS ?=
 PROMPT_FLAGS = $(if $(PROMPTS),--prompts "$(PROMPTS)")
 
 .PHONY: bench-engine bench-loops bench-throughput bench-speculation bench-structured bench-slow-links
-.PHONY: bench-sessions bench-gateway bench-telemetry bench-http bench-latency bench-peers bench-engines bench-same-tokens bench-coupling
+.PHONY: bench-sessions bench-gateway bench-telemetry bench-http bench-latency bench-peers bench-engines bench-same-tokens bench-acceptance
 .PHONY: bench-quantization bench-gpu
 bench-engine: setup ## measure a step of the target engine beside transformers and the roofline
 	@$(BIN)/python -m bench.engine
@@ -100,8 +100,8 @@ bench-engines: setup venv-vllm ## measure the engines, alone and behind the gate
 bench-same-tokens: setup venv-vllm ## measure how often drafts and company change a token, beside vLLM's own rate
 	@$(BIN)/python -m bench.peers.same_tokens
 
-bench-coupling: setup ## compare the draft's acceptance at temperature 1 with the rate computed from its distributions
-	@$(BIN)/python -m bench.coupling
+bench-acceptance: setup ## measure acceptance of chains, lists and trees beside what the distributions say
+	@$(BIN)/python -m bench.acceptance
 
 bench-quantization: setup ## measure what int8 weights cost in perplexity and greedy tokens, and gain in time
 	@$(BIN)/python -m bench.quantization

@@ -25,7 +25,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.coupling.heldout import proposals
+from bench.acceptance.heldout import proposals
 from bench.harness import RESULTS, result_path, show_goals, write_record
 from bench.loops.options import names, numbers
 from bench.loops.run import keep_to_cores

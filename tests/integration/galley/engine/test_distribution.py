@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import binomtest, chi2, chisquare
 
-from bench.coupling.closed_form import match_chance, optimal_chance
+from bench.acceptance.closed_form import match_chance, optimal_chance
 from galley.core import noise
 from galley.core.acceptance import Verdict, confirm
 from galley.core.content import common_prefix_len
