@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from galley.core.names import LOCAL_SOURCES
-from galley.core.trees import CHAIN, ROOT, Parents, follow, main_path, parent_of, simplified, subtree
+from galley.core.trees import CHAIN, ROOT, Parents, follow, main_path, simplified, subtree
 from galley.core.values import value
 
 # Most draft tokens in one hint, to bound memory. A step verifies as many of them as pay.
@@ -49,7 +49,7 @@ class Hint:
         """Return the chance of this token if all before it on its path are accepted; None if unknown."""
         if not self.survival:
             return None
-        parent = parent_of(self.parents, index)
+        parent = self.parents[index] if self.parents else index - 1
         before = 1.0 if parent == ROOT else self.survival[parent]
         return min(1.0, self.survival[index] / before) if before > 0.0 else 0.0
 
@@ -106,17 +106,15 @@ class HintTail:
             return self
         if self.parents:
             left = self.only(*subtree(self.parents, len(self.draft_tokens), node))
+            tokens, survival, sources, parents = left.draft_tokens, left.survival, left.sources, left.parents
         else:
-            rest = slice(node + 1, None)
-            left = HintTail(
-                self.draft_tokens[rest], self.survival[rest], self.after_mismatch, self.sources[rest]
-            )
-        if not left.survival:
-            return left
-        # The path has survived, so the chances of the others are conditional on that.
-        sure = self.survival[node]
-        survival = tuple(min(1.0, chance / sure) if sure > 0.0 else 0.0 for chance in left.survival)
-        return HintTail(left.draft_tokens, survival, left.after_mismatch, left.sources, left.parents)
+            rest, parents = slice(node + 1, None), CHAIN
+            tokens, survival, sources = self.draft_tokens[rest], self.survival[rest], self.sources[rest]
+        if survival:
+            # The path has survived, so the chances of the others are conditional on that.
+            sure = self.survival[node]
+            survival = tuple(min(1.0, chance / sure) if sure > 0.0 else 0.0 for chance in survival)
+        return HintTail(tokens, survival, self.after_mismatch, sources, parents)
 
     def only(self, nodes: Sequence[int], parents: Parents) -> HintTail:
         """Return these nodes, with the parents that they have among themselves."""

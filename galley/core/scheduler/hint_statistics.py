@@ -79,14 +79,13 @@ class AcceptanceEstimate:
         left: dict[int, float] = {}  # by parent: the chance that none of the candidates so far is right
         factor = self.sides_factor
         for parent, predicted in zip(parents, chances(parents, survival), strict=True):
-            is_side = parent in left
-            chance = min(left[parent], predicted * factor) if is_side else self._corrected(predicted)
+            if parent in left:
+                chance = min(left[parent], predicted * factor)
+            else:
+                (chance,) = self.calibrated((predicted,))
             left[parent] = left.get(parent, 1.0) - chance
             corrected.append(chance if parent == ROOT else corrected[parent] * chance)
         return corrected
-
-    def _corrected(self, chance: float) -> float:
-        return min(max(chance, _SUREST), max(0.0, chance + self.bias))
 
     def calibrated(self, survival: Sequence[float]) -> list[float]:
         """Return the draft's survival chances corrected by `bias`: falling, in [0, 1].
@@ -97,7 +96,7 @@ class AcceptanceEstimate:
         before = now = 1.0
         for reached in survival:
             chance = reached / before if before > 0.0 else 0.0
-            now *= self._corrected(chance)
+            now *= min(max(chance, _SUREST), max(0.0, chance + self.bias))
             chances.append(now)
             before = reached
         return chances

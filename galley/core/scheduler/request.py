@@ -11,7 +11,7 @@ from galley.core.grammar.follower import GrammarFollower
 from galley.core.hints import NOTHING, Hint, HintTail
 from galley.core.scheduler.hint_statistics import AcceptanceEstimate, HintTiming
 from galley.core.scheduler.messages import Extend, VerifyRequest
-from galley.core.trees import ROOT, best_first, candidates_after, kept, parent_of, simplified
+from galley.core.trees import ROOT, best_first, candidates_after, child_of, kept, parent_of, simplified
 
 # Past results kept, so that the delay of a hint anchored at one of them can be measured.
 _ANCHORS = 8
@@ -65,22 +65,38 @@ class PendingHint:
 
     def _holds(self, tokens: Sequence[int], passed: int) -> bool:
         """Return True if the hint has agreed with the tokens since its anchor, except for single ones."""
-        hint = self.hint
-        while self._followed < passed:
-            candidates = candidates_after(hint.parents, len(hint.draft_tokens), self._node)
-            if not candidates:
-                return False
-            token = tokens[hint.position + self._followed]
-            right = next((node for node in candidates if hint.draft_tokens[node] == token), None)
+        if self.hint.parents:
+            return self._holds_tree(tokens, passed)
+        draft_tokens, anchor = self.hint.draft_tokens, self.hint.position
+        while self._followed < min(passed, len(draft_tokens)):
+            agrees = tokens[anchor + self._followed] == draft_tokens[self._followed]
             self._followed += 1
             if self._after_mismatch:
+                self._acceptance.record_recovery(right=agrees)
+            else:
+                self._acceptance.record_token(right=agrees, predicted=self.hint.chance(self._followed - 1))
+            if self._after_mismatch and not agrees:
+                return False
+            self._after_mismatch = not agrees
+        self._node = passed - 1
+        return passed < len(draft_tokens)
+
+    def _holds_tree(self, tokens: Sequence[int], passed: int) -> bool:
+        hint, drafts = self.hint, self.hint.draft_tokens
+        while self._followed < passed:
+            candidates = candidates_after(hint.parents, len(drafts), self._node)
+            if not candidates:
+                return False
+            right = child_of(drafts, hint.parents, self._node, tokens[hint.position + self._followed])
+            self._followed += 1
+            self._node = candidates[0] if right is None else right
+            if self._after_mismatch:
                 self._acceptance.record_recovery(right=right == candidates[0])
+                if right is None:
+                    return False
             else:
                 self._record(candidates, right)
-            if self._after_mismatch and right is None:
-                return False
             self._after_mismatch = right is None
-            self._node = candidates[0] if right is None else right
         return True
 
     def _record(self, candidates: Sequence[int], right: int | None) -> None:
