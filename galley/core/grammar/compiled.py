@@ -24,8 +24,12 @@ from galley.core.grammar.rows import ALL, fill_below, fill_row, fill_tree, is_se
 from galley.core.grammar.source import native_grammar
 from galley.core.grammar.spec import GrammarSpec
 from galley.core.grammar.vocabulary import Vocabulary
-from galley.core.trees import CHAIN, ROOT, Parents, child_of, children_of, parent_of, path_to
+from galley.core.trees import CHAIN, ROOT, Parents, child_of, children_of, depths, parent_of, path_to
 
+# After each so many tokens it is checked what reading them takes a lexer.
+_CHECKED_TOKENS = 32
+# The result holds so many tokens later, so that it depends on no draft token: masks are for no more of them.
+MOST_AHEAD = 64
 # A compiled grammar was measured to take less, before sessions use it: a constant, and for each byte of text.
 _BASE_BYTES, _BYTES_PER_BYTE = 128 * 1024, 400
 
@@ -125,6 +129,25 @@ class CompiledGrammar:
         self._install(lexer)
         return result
 
+    def affords(self, state: GrammarState, tokens: Sequence[int], count: int, *, may_compile: bool) -> bool:
+        """Return True if a new lexer reads the first `count` tokens of a state for at most `output_fuel`.
+
+        Any lexer that has read them and has spent no more, on all sessions, shows that at once.
+        """
+        lexer = self._lexer
+        if lexer is not None and not lexer.is_spent:
+            lexer.matcher_of(state, tokens)
+            if lexer.has_spent_at_most(self._limits.output_fuel):
+                return True
+        if not may_compile:
+            raise GrammarUnready
+        lexer = self._made()
+        lexer.matcher_at(tokens[:count])
+        if not lexer.has_spent_at_most(self._limits.output_fuel):
+            return False
+        self._install(lexer)
+        return True
+
     def share(self, state: GrammarState, other: GrammarState) -> None:
         """Let `other`, at the same place as `state`, go on from what was computed for it."""
         if self._lexer is not None:
@@ -160,17 +183,24 @@ class CompiledGrammar:
         self.grew(self)
 
 
+def _checked(length: int) -> int:
+    """Return how many tokens must be affordable so that another may follow `length` tokens."""
+    return max(0, (length - MOST_AHEAD) // _CHECKED_TOKENS * _CHECKED_TOKENS)
+
+
 class GrammarState:
     """A place in a grammar: that of one session's output. Not safe to use from several threads at once."""
 
     __slots__ = (
         "__weakref__",
+        "_afforded",
         "_ahead",
         "_compiled",
         "_has_begun",
         "_spec",
         "_tokens",
         "_tried",
+        "_unaffordable",
         "length",
         "may_compile",
         "row_ns",
@@ -190,6 +220,10 @@ class GrammarState:
         self._has_begun = not self._spec.reasons_first
         self._tokens: list[int] = []
         """Confirmed tokens since the grammar began."""
+        self._afforded = 0
+        """How many of these tokens are known to be read for the fuel of an output."""
+        self._unaffordable: int | None = None
+        """How many of them are known not to be."""
         self.length = 0
         """Number of confirmed output tokens."""
         self.row_ns = 0
@@ -237,6 +271,7 @@ class GrammarState:
             self._fill_reasoning(draft_tokens, parents, rows)
             return rows
         self._fill(draft_tokens, parents, rows)
+        self._end_spent(draft_tokens, parents, rows)
         if (opening := self._opening) is not None:
             if (opened := child_of(draft_tokens, parents, ROOT, opening)) is not None:
                 fill_below(opened, draft_tokens, parents, rows, self._fill_reasoning)
@@ -268,7 +303,10 @@ class GrammarState:
                 return self._reasoning_prefix(tokens)
             if self.is_over:  # where llguidance allows no token at all
                 return int(len(tokens) > 0 and tokens[0] in self._compiled.vocabulary.end_tokens)
-            return self._decide(lambda matcher: matcher.validate_tokens(list(tokens)))
+            count = self._decide(lambda matcher: matcher.validate_tokens(list(tokens)))
+            if count <= (left := self._left(len(tokens))):
+                return count
+            return left + (tokens[left] in self._compiled.vocabulary.end_tokens)
         except GrammarUnready:
             return 0
 
@@ -298,7 +336,9 @@ class GrammarState:
         if not self._has_begun or self._opening is not None or most <= 0:
             return ()
         try:
-            return tuple(self._decide(lambda matcher: matcher.compute_ff_tokens()[:most]))
+            most = min(most, MOST_AHEAD)
+            forced = self._decide(lambda matcher: matcher.compute_ff_tokens()[:most])
+            return tuple(forced[: self._left(len(forced))])
         except GrammarUnready:
             return ()
 
@@ -343,6 +383,36 @@ class GrammarState:
         return begin + self._compiled.decide(
             (), lambda matcher: matcher.validate_tokens(rest), may_compile=self.may_compile
         )
+
+    # ----------------------------------------------------------------------------------------- fuel --
+
+    def _left(self, most: int) -> int:
+        """Return how many tokens, at most `most`, may follow within the fuel of an output.
+
+        After them only the end may follow. That is a function of the tokens alone: a lexer that is new reads
+        them for more than this fuel, and it does so a while before.
+        """
+        length = len(self._tokens)
+        due = _checked(length + min(most, MOST_AHEAD))
+        while self._unaffordable is None and self._afforded < due:
+            count = max(self._afforded + _CHECKED_TOKENS, _checked(length))
+            if self._compiled.affords(self, self._tokens, count, may_compile=self.may_compile):
+                self._afforded = count
+            else:
+                self._unaffordable = count
+        if self._unaffordable is None:
+            return most
+        return min(most, max(0, self._unaffordable + MOST_AHEAD - length))
+
+    def _end_spent(self, draft_tokens: Sequence[int], parents: Parents, rows: NDArray[np.uint32]) -> None:
+        """Allow end tokens only in rows that are beyond the fuel of an output."""
+        left = self._left(len(rows))
+        if left < len(rows):
+            before = [0, *(depth + 1 for depth in depths(parents, len(draft_tokens)))]
+            beyond = np.flatnonzero(np.array(before) >= left)
+            rows[beyond] = 0
+            for token in self._compiled.vocabulary.end_tokens:
+                rows[beyond, token >> 5] |= np.uint32(1 << (token & 31))
 
     # ------------------------------------------------------------------------------------- matching --
 
@@ -465,6 +535,7 @@ class GrammarState:
         copy = GrammarState(self._compiled, self._spec, may_compile=self.may_compile)
         copy._has_begun = self._has_begun
         copy._tokens = list(self._tokens)
+        copy._afforded, copy._unaffordable = self._afforded, self._unaffordable
         copy.length = self.length
         self._compiled.share(self, copy)
         return copy

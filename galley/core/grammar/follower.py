@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from galley.core.errors import GalleyError
-from galley.core.grammar.compiled import CompiledGrammar, GrammarState
+from galley.core.grammar.compiled import MOST_AHEAD, CompiledGrammar, GrammarState
 from galley.core.trees import CHAIN, Parents
 
 # Confirmed tokens by which a state may lag behind and still be brought up at once, in a tenth of a
@@ -52,12 +52,13 @@ class GrammarFollower:
         self.state.confirm(self._tokens[self._seen :])
 
     def allowed_nodes(self, draft_tokens: tuple[int, ...], parents: Parents = CHAIN) -> Sequence[int]:
-        """Return which of `draft_tokens` the grammar allows, in order, each after those on its path.
+        """Return which of the first draft tokens the grammar allows, in order, each after those on its path.
 
         None while the state lags far behind, or where the last masks took long: then a step has one of them.
         """
         if self.state.row_ns > _MOST_ROW_NS:
             return ()
+        draft_tokens, parents = draft_tokens[:MOST_AHEAD], parents[:MOST_AHEAD]
         place = (len(self._tokens), draft_tokens, parents)
         if self._checked[0] != place:
             is_known = draft_tokens and self._is_near()

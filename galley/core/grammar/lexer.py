@@ -85,6 +85,11 @@ class Lexer:
         """Return True if a new lexer should be made when there is time for it."""
         return not self._is_alive or self.fuel > self._sound_fuel // 4
 
+    def has_spent_at_most(self, fuel: int) -> bool:
+        """Return True if it has spent no more in all its life, and has reached no limit. Takes 0.1 ms."""
+        self._measure()
+        return self._is_alive and self.fuel <= fuel
+
     @property
     def grown_bytes(self) -> int:
         return self.fuel * _FUEL_BYTES

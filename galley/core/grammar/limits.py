@@ -37,9 +37,9 @@ class GrammarUnready(ServerFault):
 class GrammarLimits:
     """Bounds of one grammar. `*_bytes` count UTF-8.
 
-    The last six bound the work and memory of llguidance for one session: to compile its grammar, to read its
-    tokens, and to compute a mask. Two of them bound a lexer, whoever uses it: it has at most so many states,
-    of up to 2 KiB, and is made anew once half of `mask_fuel` is spent.
+    The last seven bound the work and memory of llguidance for one session: to compile its grammar, to read
+    its output, and to compute a mask. Two of them bound a lexer, whoever uses it: it has at most so many
+    states, of up to 2 KiB, and is made anew once half of `mask_fuel` is spent.
     """
 
     most_text_bytes: int = 64 * 1024
@@ -51,6 +51,7 @@ class GrammarLimits:
     most_items_in_row: int = 2000
     most_lexer_states: int = 12_000
     compile_fuel: int = 1_000_000
+    output_fuel: int = 100_000
     mask_fuel: int = 400_000
     mask_items: int = 10_000
 
