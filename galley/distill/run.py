@@ -7,7 +7,6 @@ last.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,13 +14,12 @@ from textwrap import fill
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from galley.common.models.files import DEFAULT_MODEL
 from galley.distill.data.corpus import Corpus
-from galley.distill.data.material import gather
-from galley.distill.export import SHARPENING, as_stored, begin_from, read_draft, sharpened, write_draft
+from galley.distill.export import SHARPENING, as_stored, sharpened, write_draft
+from galley.distill.job import Job, prepare
 from galley.distill.options import Options
 from galley.distill.training.evaluation import (
     ROUND_K,
@@ -32,19 +30,19 @@ from galley.distill.training.evaluation import (
     evaluate,
     reference_of,
 )
-from galley.distill.training.models import Llama, Target, read_target
+from galley.distill.training.models import Llama
 from galley.distill.training.training import (
+    Keeping,
     Labels,
     Progress,
-    Schedule,
     Training,
     hard_labels,
     head_rows,
-    head_tokens,
+    label_loss,
     score,
     with_scored,
 )
-from galley.distill.work import CHECKPOINT, CURVE, claim, kept_lines, origin_of, write_json
+from galley.distill.work import CHECKPOINT, CURVE, kept_lines, write_json
 
 RECORD = "training.json"
 _WIDTH = 110
@@ -60,60 +58,24 @@ class Distilled:
     curve: list[dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    options: Options
-    reports: Reports
-    target: Target
-    train: Corpus
-    held_out: Corpus
-    heads: NDArray[np.int64]
-    origin: dict[str, Any]
-    start: Llama | None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.options.dtype == "bfloat16" else torch.float32
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Return the origin and the number of training tokens. A checkpoint with other values is refused."""
-        return self.origin | {"train_tokens": len(self.train.ids)}
-
-
 def distil(options: Options, reports: Reports) -> Distilled:
     """Run all stages and write the draft directory. Raise InvalidField naming what cannot be used."""
-    options.check()
-    torch.set_num_threads(options.threads)
-    target = read_target(options.target)
-    target.refuse_layers(options.layers)
-    present = None if options.against is None else read_draft(options.against, target, "against")
-    start = None if options.start is None else read_draft(options.start, target, "start")
-    origin = origin_of(options, target)
-    options.work.mkdir(parents=True, exist_ok=True)
-    claim(options.work, origin)
-    train, held_out = gather(options, reports)
-    for corpus in (train, held_out):
-        corpus.refuse_beyond(target.vocab)
-    heads = head_tokens(train, target.vocab, min(options.head, target.vocab), target.end_tokens)
-    if start is not None:
-        heads = start[1]
-    job = _Job(options, reports, target, train, held_out, heads, origin, start and start[0])
+    job = prepare(options, reports)
     labels = _labelled(job)
     measure = _measurer(job)
     training = _trained(job, labels, measure)
     draft = sharpened(training.student)
-    acceptance = measure(as_stored(draft), heads)
-    against = None if present is None else measure(*present)
-    write_draft(options.out, draft, target, heads, options.target)
+    acceptance = measure(as_stored(draft), job.heads)
+    against = None if job.present is None else measure(*job.present)
+    write_draft(options.out, draft, job.target, job.heads, options.target)
     # If a point was measured twice, the last measurement counts.
     points = {point["seen"]: point for point in kept_lines(options.work / CURVE)}
     curve = [point for _, point in sorted(points.items())]
-    write_record(options, training.progress, (train, held_out), acceptance, against)
+    write_record(options, training.progress, (job.train, job.held_out), acceptance, against)
     return Distilled(acceptance, against, curve)
 
 
-def _labelled(job: _Job) -> Labels:
+def _labelled(job: Job) -> Labels:
     """Return the answers' own tokens, and for a share of the sampled answers the target's distribution.
 
     Each token of a greedy answer is already the likeliest.
@@ -130,7 +92,7 @@ def _labelled(job: _Job) -> Labels:
     return with_scored(labels, shards)
 
 
-def _measurer(job: _Job) -> Callable[[Llama, NDArray[np.int64]], dict[str, Acceptance]]:
+def _measurer(job: Job) -> Callable[[Llama, NDArray[np.int64]], dict[str, Acceptance]]:
     """Return a function that measures drafts on the held-out answers; runs the target over them once."""
     job.reports.stage("held-out", len(job.held_out))
     reference = reference_of(job.held_out, job.target.whole(job.dtype), job.reports.done)
@@ -138,38 +100,28 @@ def _measurer(job: _Job) -> Callable[[Llama, NDArray[np.int64]], dict[str, Accep
 
 
 def _trained(
-    job: _Job, labels: Labels, measure: Callable[[Llama, NDArray[np.int64]], dict[str, Acceptance]]
-) -> Training:
+    job: Job, labels: Labels, measure: Callable[[Llama, NDArray[np.int64]], dict[str, Acceptance]]
+) -> Training[Llama]:
     options = job.options
-    student = job.target.student(options.layers, torch.from_numpy(job.heads))
-    if job.start is not None:
-        begin_from(student, job.start)
-    schedule = Schedule(
-        options.tokens, options.batch, options.rate, hardness=options.hardness, seed=options.seed
-    )
-    training = Training(student, schedule, job.dtype)
-    path = options.work / CHECKPOINT
+    student = job.student()
+    training = Training(student, job.schedule)
     kept_lines(options.work / CURVE)  # drops a line cut off by a kill
-    if path.exists():
-        training.load(path, job.identity)
     job.reports.stage("training", options.tokens)
-    stored_at = time.monotonic()
 
-    def report(now: Progress) -> None:
-        nonlocal stored_at
-        job.reports.done(now.seen, f"loss {now.loss:.3f}")
-        every = options.evaluate_every
-        if now.seen >= options.tokens or now.seen // every > (now.seen - now.batch_rows) // every:
-            acceptance = measure(training.student, job.heads)
-            job.reports.measured(now.seen, acceptance)
-            with (options.work / CURVE).open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"seen": now.seen, "acceptance": as_table(acceptance)}) + "\n")
-        elif time.monotonic() - stored_at < options.checkpoint_s:
-            return
-        training.save(path, job.identity)
-        stored_at = time.monotonic()
+    def measured(now: Progress) -> None:
+        acceptance = measure(student, job.heads)
+        job.reports.measured(now.seen, acceptance)
+        with (options.work / CURVE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"seen": now.seen, "acceptance": as_table(acceptance)}) + "\n")
 
-    training.run(job.train, labels, report)
+    keeping = Keeping(options.work / CHECKPOINT, job.identity, options.checkpoint_s, options.evaluate_every)
+    keeping.continue_to_the_end(
+        training,
+        job.train,
+        label_loss(student, labels, options.hardness, job.dtype),
+        lambda now: job.reports.done(now.seen, f"loss {now.loss:.3f}"),
+        measured,
+    )
     return training
 
 
@@ -181,7 +133,7 @@ def write_record(
     against: dict[str, Acceptance] | None,
 ) -> None:
     """Write README.md and training.json into the draft directory; `corpora` are training and held-out."""
-    train, held_out = map(_counted, corpora)
+    train, held_out = map(counted, corpora)
     record: dict[str, Any] = {
         "options": options.as_dict(),
         "train": train,
@@ -198,7 +150,7 @@ def write_record(
     (options.out / "README.md").write_text(_readme(record), encoding="utf-8")
 
 
-def _counted(corpus: Corpus) -> dict[str, int]:
+def counted(corpus: Corpus) -> dict[str, int]:
     return {
         "conversations": len(corpus),
         "answer_tokens": int(corpus.answer_len.sum()),
@@ -212,7 +164,9 @@ def command(options: dict[str, Any]) -> str:
     words = ["galley distill DIR"]
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
-        if isinstance(value, list):
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, list):
             words += [f"{flag} {one}" for one in value]
         elif value != usual[name]:
             words.append(f"{flag} {value}")

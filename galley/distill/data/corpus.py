@@ -87,6 +87,16 @@ class Corpus:
         places = np.arange(len(self.ids)) - np.repeat(self.offsets[:-1], self.lengths)
         return self.ids[places >= np.repeat(self.prompt_len, self.lengths)]
 
+    def ranks(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return for some of all answers' tokens the number of tokens before them in their answer."""
+        starts = self.answer_offsets
+        ranks: NDArray[np.int64] = places - starts[np.searchsorted(starts, places, "right") - 1]
+        return ranks
+
+    def part(self, chosen: NDArray[np.int64]) -> Corpus:
+        """Return the corpus of some conversations, in the order given."""
+        return corpus_of([self[index] for index in chosen.tolist()])
+
 
 def read_corpus(path: Path) -> Corpus:
     """Return the corpus in an npz file. Raise InvalidField if it cannot be read or its arrays do not fit."""
@@ -166,6 +176,7 @@ class Batch:
     tokens: Tensor  # [batch, length]
     rows: Tensor  # of the flattened [batch * length]: those whose next token is an answer's, [answers]
     places: NDArray[np.int64]  # of the same tokens among all answers' tokens end to end, [answers]
+    conversations: NDArray[np.int64]  # places in the corpus, [batch]
 
 
 def grouped(lengths: NDArray[np.int64], order: NDArray[np.int64], budget: int) -> list[NDArray[np.int64]]:
@@ -203,7 +214,9 @@ def batch_of(corpus: Corpus, group: NDArray[np.int64]) -> Batch:
         first = int(corpus.prompt_len[index]) - 1
         rows.append(row * longest + np.arange(first, len(conversation) - 1))
         places.append(np.arange(answer_offsets[index], answer_offsets[index + 1]))
-    return Batch(torch.from_numpy(tokens), torch.from_numpy(np.concatenate(rows)), np.concatenate(places))
+    return Batch(
+        torch.from_numpy(tokens), torch.from_numpy(np.concatenate(rows)), np.concatenate(places), group
+    )
 
 
 def batches(

@@ -7,10 +7,11 @@ are float32; products run in the dtype of autocast. (Llama: arXiv 2302.13971; gr
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -19,6 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from galley.core.errors import InvalidField
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines [length, 1, head_dim]."""
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # First layers give large states: unscaled, the head starts at a loss of 18 to 77.
@@ -51,17 +55,25 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(shape.hidden, keys, bias=False)
         self.o_proj = nn.Linear(queries, shape.hidden, bias=False)
 
-    def forward(self, states: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, states: Tensor, rotation: Rotation) -> Tensor:
         """Return new states [batch, length, hidden]; nothing attends to the padding at the end."""
+        return self.mixed(*self.projected(states, rotation))
+
+    def projected(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, each [batch, its heads, length, head_dim]."""
         batch, length, _ = states.shape
         apart = (batch, length, -1, self._head_dim)
         queries = _rotated(self.q_proj(states).view(apart), rotation).transpose(1, 2)
         keys = _rotated(self.k_proj(states).view(apart), rotation).transpose(1, 2)
-        values = self.v_proj(states).view(apart).transpose(1, 2)
-        group = queries.shape[1] // keys.shape[1]
+        return queries, keys, self.v_proj(states).view(apart).transpose(1, 2)
+
+    def mixed(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return new states of the queries; `mask` [length, keys] says which keys they see. None: causal."""
+        batch, heads, length, _ = queries.shape
+        group = heads // keys.shape[1]
         if group > 1:
             keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-        mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(queries, keys, values, mask, is_causal=mask is None)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out
 
@@ -88,9 +100,12 @@ class Layer(nn.Module):
         self.input_layernorm = nn.RMSNorm(shape.hidden, shape.norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden, shape.norm_eps)
 
-    def forward(self, residual: Tensor, rotation: tuple[Tensor, Tensor], rows: Tensor | None) -> Tensor:
+    def forward(self, residual: Tensor, rotation: Rotation, rows: Tensor | None) -> Tensor:
         """Return the new residual [batch, length, hidden], or [rows, hidden] at the flattened `rows`."""
-        residual = residual + self.self_attn(self.input_layernorm(residual), rotation)
+        return self.fed(residual + self.self_attn(self.input_layernorm(residual), rotation), rows)
+
+    def fed(self, residual: Tensor, rows: Tensor | None) -> Tensor:
+        """Return the residual after the feed-forward part."""
         if rows is not None:
             residual = residual.flatten(0, 1)[rows]
         out: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
@@ -118,9 +133,13 @@ class Llama(nn.Module):
         self.lm_head = nn.Linear(shape.hidden, head_rows, bias=False)
         self.register_buffer("embedding", embedding.detach(), persistent=False)
 
+    @property
+    def layers(self) -> list[Layer]:
+        return [cast("Layer", layer) for layer in self.model.layers]
+
     def states(self, tokens: Tensor, rows: Tensor) -> Tensor:
         """Return normalized states [rows, hidden] of tokens [batch, length], at some flattened `rows`."""
-        rotation = _rotation(self.shape, tokens.shape[1])
+        rotation = rotation_of(self.shape, tokens.shape[1])
         residual = self.embedding[tokens].float()
         *lower, last = self.model.layers
         for layer in lower:
@@ -129,8 +148,22 @@ class Llama(nn.Module):
         out: Tensor = self.model.norm(residual)
         return out
 
+    def layer_states(self, tokens: Tensor, after: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+        """Return the residual [batch, length, hidden] after each number of layers in `after`, and `states`.
 
-def _rotation(shape: LlamaShape, length: int) -> tuple[Tensor, Tensor]:
+        The states are those of all places, normalized.
+        """
+        rotation = rotation_of(self.shape, tokens.shape[1])
+        residual = self.embedding[tokens].float()
+        passed = {0: residual}
+        for number, layer in enumerate(self.layers, 1):
+            residual = layer(residual, rotation, None)
+            if number in after:
+                passed[number] = residual
+        return [passed[number] for number in after], self.model.norm(residual)
+
+
+def rotation_of(shape: LlamaShape, length: int) -> Rotation:
     """Return cosines and sines [length, 1, head_dim] of the positions [0, length)."""
     steps = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     angles = torch.outer(torch.arange(length, dtype=torch.float32), shape.rope_theta**-steps)
@@ -138,7 +171,7 @@ def _rotation(shape: LlamaShape, length: int) -> tuple[Tensor, Tensor]:
     return both.cos(), both.sin()
 
 
-def _rotated(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def _rotated(heads: Tensor, rotation: Rotation) -> Tensor:
     """Return rotary positions (arXiv 2104.09864) of heads [batch, length, heads, head_dim], halves apart."""
     cosines, sines = rotation
     first, second = heads.chunk(2, -1)

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from galley.core.errors import InvalidField
@@ -133,7 +133,6 @@ class Schedule:
     rate: float = 1e-3
     warm_up_steps: int = 40
     decay_share: float = 0.5
-    hardness: float = 0.5
     weight_decay: float = 0.01
     clip: float = 1.0
     seed: int = 1
@@ -157,12 +156,16 @@ class Progress:
     train_s: float = 0.0
 
 
-class Training:
-    def __init__(self, student: Llama, schedule: Schedule, dtype: torch.dtype = torch.bfloat16) -> None:
+S = TypeVar("S", bound=nn.Module)
+LossOf = Callable[[Batch, int], Tensor]
+"""The loss of a batch, at a number of steps."""
+
+
+class Training(Generic[S]):
+    def __init__(self, student: S, schedule: Schedule) -> None:
         self.student = student
         self.schedule = schedule
         self.progress = Progress()
-        self._dtype = dtype
         self.optimizer = torch.optim.AdamW(
             student.parameters(),
             lr=schedule.rate,
@@ -171,7 +174,7 @@ class Training:
             fused=True,
         )
 
-    def run(self, corpus: Corpus, labels: Labels, report: Callable[[Progress], None]) -> None:
+    def run(self, corpus: Corpus, loss_of: LossOf, report: Callable[[Progress], None]) -> None:
         at, schedule = self.progress, self.schedule
         if at.seen >= schedule.answer_tokens:
             return
@@ -180,7 +183,7 @@ class Training:
         )
         for epoch, place, batch in stream:
             started = time.perf_counter()
-            loss = self._step(batch, labels)
+            loss = self._step(loss_of, batch)
             at = self.progress
             self.progress = Progress(
                 at.step + 1,
@@ -212,18 +215,66 @@ class Training:
         self.optimizer.load_state_dict(stored["optimizer"])
         self.progress = Progress(**stored["progress"])
 
-    def _step(self, batch: Batch, labels: Labels) -> float:
+    def _step(self, loss_of: LossOf, batch: Batch) -> float:
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.rate_at(self.progress.step, self.progress.seen)
-        ids, probs = labels.at(batch.places, self.schedule.hardness)
-        with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
-            states = self.student.states(batch.tokens, batch.rows)
-        loss = distilled(states.to(self._dtype), self.student.lm_head.weight, ids, probs)
+        loss = loss_of(batch, self.progress.step)
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch has none
         clip_grad_norm_(self.student.parameters(), self.schedule.clip)
         self.optimizer.step()
         return loss.item()
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Store checkpoints in `path`, every `every_s` seconds; measure every `measure_every` tokens."""
+
+    path: Path
+    identity: dict[str, Any]
+    every_s: float
+    measure_every: int
+
+    def continue_to_the_end(
+        self,
+        training: Training[S],
+        corpus: Corpus,
+        loss_of: LossOf,
+        report: Callable[[Progress], None],
+        measure: Callable[[Progress], None],
+    ) -> None:
+        """Train from the checkpoint, if there is one. A measurement is followed by a checkpoint."""
+        if self.path.exists():
+            training.load(self.path, self.identity)
+        stored_at = time.monotonic()
+
+        def keep(now: Progress) -> None:
+            nonlocal stored_at
+            report(now)
+            before = now.seen - now.batch_rows
+            if (
+                now.seen >= training.schedule.answer_tokens
+                or now.seen // self.measure_every > before // self.measure_every
+            ):
+                measure(now)
+            elif time.monotonic() - stored_at < self.every_s:
+                return
+            training.save(self.path, self.identity)
+            stored_at = time.monotonic()
+
+        training.run(corpus, loss_of, keep)
+
+
+def label_loss(student: Llama, labels: Labels, hardness: float, dtype: torch.dtype) -> LossOf:
+    """Return the loss of a draft against the labels of each answer's places."""
+
+    def loss_of(batch: Batch, _: int) -> Tensor:
+        ids, probs = labels.at(batch.places, hardness)
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            states = student.states(batch.tokens, batch.rows)
+        return distilled(states.to(dtype), student.lm_head.weight, ids, probs)
+
+    return loss_of
 
 
 class _Distilled(torch.autograd.Function):
