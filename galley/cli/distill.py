@@ -77,6 +77,14 @@ def distill(  # noqa: PLR0913  # one parameter a flag
     evaluate_every: Annotated[
         int, typer.Option(help="Number of answer tokens between measurements.")
     ] = 1_000_000,
+    features: Annotated[
+        bool,
+        typer.Option("--features", help="Train a draft that also reads the target's states. Not served yet."),
+    ] = False,
+    collected: Annotated[
+        int,
+        typer.Option(help="Most tokens of conversations to train on with --features; bounds the disk used."),
+    ] = 400_000,
     work: Annotated[
         Path | None,
         typer.Option(help="Directory of answers and checkpoints. Default: OUT.work.", file_okay=False),
@@ -111,6 +119,9 @@ def distill(  # noqa: PLR0913  # one parameter a flag
         options.check()
         if plot is not None:
             check_plot(plot)
+        if features:
+            _distill_features(options, console)
+            return
         from galley.distill.run import distil  # noqa: PLC0415  # imports torch
 
         with Display(console) as display:
@@ -131,6 +142,23 @@ def distill(  # noqa: PLR0913  # one parameter a flag
             draw(plot, result.curve, result.against)
         typer.echo(f"Plot: {plot}")
     typer.echo(f"next: galley bench --quick --model {quote(target)} --draft-model {quote(str(out))}")
+
+
+def _distill_features(options: Options, console: Console) -> None:
+    from galley.distill.features.run import distil_features  # noqa: PLC0415  # imports torch
+
+    with Display(console) as display:
+        measured = distil_features(options, display)
+    table = Table(title="Acceptance on held-out prompts", title_justify="left")
+    for name in ("temperature", "draft", "first", "second", "third", "per round"):
+        table.add_column(name, justify="left" if name == "draft" else "right")
+    for temperature in measured["features"]:
+        for name, by_temperature in measured.items():
+            one = by_temperature[temperature]["all"]
+            shares = [f"{share:.3f}" for share in one.by_depth[:3]]
+            table.add_row(temperature, name, *shares, f"{one.accepted_per_round:.2f}")
+    console.print(table)
+    console.print(Text(f"draft: {options.out}"), soft_wrap=True)
 
 
 class Display:

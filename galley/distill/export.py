@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,10 +18,21 @@ from torch import Tensor
 
 from galley.common.models.files import DRAFT_SECTION, tokenizer_hash
 from galley.core.errors import InvalidField
+from galley.distill.features.draft import FeatureDraft
 from galley.distill.training.models import Llama, Target
 from galley.distill.work import replacing, write_json
 from galley.engine.cpu.int8 import quantized
-from galley.engine.load.draft_directory import FORMAT, HEAD_TOKENS, SCALE, TARGET, WEIGHTS
+from galley.engine.load.draft_directory import (
+    FEATURE_LAYERS,
+    FEATURES_FORMAT,
+    FORMAT,
+    HEAD_TOKENS,
+    SCALE,
+    TARGET,
+    WEIGHTS,
+)
+
+S = TypeVar("S", bound=Llama)
 
 SHARPENING = 1.25
 NORM = "model.norm.weight"
@@ -43,8 +57,9 @@ def sharpened(student: Llama) -> Llama:
     return copy
 
 
-def as_stored(student: Llama) -> Llama:
-    copy = Llama(student.shape, student.embedding, len(student.lm_head.weight))
+def as_stored(student: S) -> S:
+    """Return a copy with the weights that `write_draft` stores."""
+    copy = deepcopy(student, {id(student.embedding): student.embedding})
     state = student.state_dict()
     for name, weight in state.items():
         if weight.dim() > 1:
@@ -55,9 +70,17 @@ def as_stored(student: Llama) -> Llama:
 
 
 def write_draft(
-    folder: Path, student: Llama, target: Target, heads: NDArray[np.int64], target_dir: Path
+    folder: Path,
+    student: Llama,
+    target: Target,
+    heads: NDArray[np.int64],
+    target_dir: Path,
+    feature_layers: Sequence[int] = (),
 ) -> None:
-    """Write config.json and model.safetensors of a student whose head's rows are the tokens `heads`."""
+    """Write config.json and model.safetensors of a student whose head's rows are the tokens `heads`.
+
+    `feature_layers`: the draft reads the target's states after these numbers of layers.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {HEAD_TOKENS: torch.from_numpy(heads).to(torch.int32)}
     for name, weight in student.state_dict().items():
@@ -68,6 +91,7 @@ def write_draft(
     with replacing(folder / WEIGHTS) as unfinished:
         save_file({name: value.contiguous() for name, value in tensors.items()}, unfinished, {"format": "pt"})
     copied = {name: target.config[name] for name in _COPIED if name in target.config}
+    features = {FEATURE_LAYERS: list(feature_layers)} if feature_layers else {}
     config = copied | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -75,11 +99,12 @@ def write_draft(
         "vocab_size": target.vocab,
         "tie_word_embeddings": False,
         DRAFT_SECTION: {
-            "format": FORMAT,
+            "format": FEATURES_FORMAT if feature_layers else FORMAT,
             "tokenizer_hash": tokenizer_hash(target_dir),
             "head_vocab": len(heads),
             "embeddings": TARGET,
             "embeddings_sha256": target.embedding_sha256(),
+            **features,
         },
     }
     write_json(folder / "config.json", config)
@@ -94,7 +119,13 @@ def read_draft(folder: Path, target: Target, option: str) -> tuple[Llama, NDArra
             raise InvalidField(option, f"{folder}: must be trained for this target, not another")
         shape = replace(target.shape, layers=config["num_hidden_layers"], inner=config["intermediate_size"])
         heads = stored[HEAD_TOKENS].long()
-        draft = Llama(shape, stored.get("model.embed_tokens.weight", target.embedding), len(heads))
+        embedding = stored.get("model.embed_tokens.weight", target.embedding)
+        after = section.get(FEATURE_LAYERS, ())
+        draft = (
+            FeatureDraft(shape, embedding, len(heads), after)
+            if after
+            else Llama(shape, embedding, len(heads))
+        )
         draft.load_state_dict({name: _widened(name, stored) for name in draft.state_dict()})
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise InvalidField(option, f"{folder}: must be a draft of this target: {error!r}") from error

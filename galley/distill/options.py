@@ -11,7 +11,9 @@ from galley.core.errors import InvalidField, check_range
 
 # Options that do not change the result.
 _NOT_RECORDED = {"out", "work", "checkpoint_s", "named"}
-_POSITIVE = ("layers", "head", "tokens", "batch", "answer", "evaluate_every", "threads")
+_POSITIVE = ("layers", "head", "tokens", "batch", "answer", "evaluate_every", "threads", "collected")
+# Options of drafts that read the target's states, and those that have no meaning for them.
+_OF_FEATURES, _OF_TOKENS = ("features", "collected"), ("hardness", "scored")
 _BOUNDS = dict.fromkeys(_POSITIVE, (1, math.inf)) | {
     "self_prompts": (0, math.inf),
     "seed": (0, math.inf),
@@ -28,7 +30,8 @@ class Options:
     """Options of a distillation; `target`, `against` and `start` (a draft to continue) are directories.
 
     `work` keeps answers, labels and checkpoints. Counts are of tokens unless named otherwise; `tokens` are
-    answer tokens seen in training. `named` is the target's name, by default its directory's.
+    answer tokens seen in training. `named` is the target's name, by default its directory's. `features`: the
+    draft reads the target's states, collected over `collected` tokens of the training conversations.
     """
 
     target: Path
@@ -56,6 +59,8 @@ class Options:
     threads: int = 1
     seed: int = 1
     named: str = ""
+    features: bool = False
+    collected: int = 400_000
 
     def check(self) -> None:
         """Raise InvalidField, naming the option, for a value out of its bounds."""
@@ -70,7 +75,8 @@ class Options:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values; a file is given by its name only, since its place does not matter."""
-        values = {name: _plain(value) for name, value in asdict(self).items() if name not in _NOT_RECORDED}
+        without = _NOT_RECORDED.union(_OF_TOKENS if self.features else _OF_FEATURES)
+        values = {name: _plain(value) for name, value in asdict(self).items() if name not in without}
         return values | {"target": self.named or self.target.name}
 
 

@@ -19,7 +19,16 @@ ORIGIN = "about.json"
 CHECKPOINT, CURVE = "checkpoint.pt", "curve.jsonl"
 # Options that may change when a run continues.
 _MAY_DIFFER = {"against", "evaluate_every", "threads"}
-_RESULTS = ("answers.jsonl", "prompts.jsonl", "train.npz", "heldout.npz", "labels", CHECKPOINT, CURVE)
+_RESULTS = (
+    "answers.jsonl",
+    "prompts.jsonl",
+    "train.npz",
+    "heldout.npz",
+    "labels",
+    "features",
+    CHECKPOINT,
+    CURVE,
+)
 _READABLE = 0o644
 
 

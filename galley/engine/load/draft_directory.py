@@ -9,6 +9,10 @@ and model.safetensors: the layers, the final norm, `lm_head.weight` [N, hidden],
 [N] (the rising token ids of the head's rows) and, with its own embeddings, `model.embed_tokens.weight`.
 Otherwise it uses the target's embeddings, if they are those it was trained with. A matrix may be int8 with a
 float32 scale for each row, `<name>.scale`.
+
+Format 2 is a draft that also reads the target's states (galley/distill/features/draft.py). Its section has
+`feature_layers`, its weights `features.weight` [hidden, layers * hidden], `own.weight` [hidden, hidden], and
+`features_scale` and `own_scale` for their inputs. It is trained and measured, but no service loads it yet.
 """
 
 from __future__ import annotations
@@ -32,12 +36,13 @@ from galley.engine import attention
 from galley.engine.cpu.int8 import Int8Linear
 from galley.engine.load.support import refuse_weights
 
-FORMAT = 1
+FORMAT, FEATURES_FORMAT = 1, 2
 WEIGHTS = "model.safetensors"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 HEAD_TOKENS = "galley.head_tokens"
 SCALE = ".scale"
+FEATURE_LAYERS = "feature_layers"
 TARGET, OWN = "target", "own"
 
 _HASHED_ROWS = 4096
@@ -60,6 +65,10 @@ def draft_format(config: Any) -> DraftFormat | None:
     section = getattr(config, KEY, None)
     if section is None:
         return None
+    if isinstance(section, dict) and section.get("format") == FEATURES_FORMAT:
+        raise UnsupportedModel(
+            f"{KEY}: a draft that reads its target's states (format 2) cannot be served yet"
+        )
     if not isinstance(section, dict) or section.get("format") != FORMAT:
         got = section.get("format") if isinstance(section, dict) else section
         raise UnsupportedModel(f"{KEY}: format must be {FORMAT}, got {got!r}")
