@@ -17,6 +17,7 @@ from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.core.kv.compaction import compaction
 from galley.core.step import StepChunk, TokenMove
 from galley.core.trees import CHAIN, depths, path_to
+from galley.engine import pages
 from galley.engine.model import CausalModel, Rows
 from galley.engine.paged import CompiledAttention
 from galley.engine.pages import FlatPool, KvPool, KvShape, Shape, Span
@@ -96,10 +97,10 @@ def test_attention_of_a_node_has_the_bits_of_a_chain(case: dict[str, Any]) -> No
         torch.randn(rows, heads, dim, generator=generator).to(dtype) for heads in (2 * group, 2, 2)
     )
     parents = tree_around(rng, [], [0] * nodes).parents
-    pages = attention.lay_out([Span(start, rows, blocks, parents)])
+    laid_out = attention.lay_out([Span(start, rows, blocks, parents)])
     root = start + case["before"]
-    assert pages.positions[case["before"] :].tolist() == [root + depth for depth in depths(parents, nodes)]
-    mixed = attention.store_attend(pages, 0, query, key, value, shape)
+    assert laid_out.positions[case["before"] :].tolist() == [root + depth for depth in depths(parents, nodes)]
+    mixed = attention.store_attend(laid_out, 0, query, key, value, shape)
     written = pool.keys.clone(), pool.values.clone()
     for node in rng.sample(range(nodes), min(nodes, 4)):
         path = path_to(parents, node)
@@ -110,6 +111,14 @@ def test_attention_of_a_node_has_the_bits_of_a_chain(case: dict[str, Any]) -> No
         assert torch.equal(again, mixed[row])
         pool.keys.copy_(written[0])
         pool.values.copy_(written[1])
+
+
+def test_an_engine_whose_trees_change_bits_takes_none(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "path_to", lambda _, node: list(range(node + 1)))
+    info = load(make_model(CONFIGS["llama"]()), kv_blocks=BLOCKS).info
+    assert (info.deterministic, info.trees) == (True, False)
 
 
 def test_a_tree_fed_step_by_step_is_the_tree_fed_at_once(make_model: MakeModel) -> None:
