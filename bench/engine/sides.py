@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from galley.core.step import StepChunk
+from galley.core.trees import ROOT, Parents, simplified
 
 if TYPE_CHECKING:
     from galley.engine.model import CausalModel
@@ -18,11 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`sessions` sessions of `context` tokens each feed `tokens` more, all of whose logits are wanted."""
+    """`sessions` sessions of `context` tokens each feed `tokens` more, all of whose logits are wanted.
+
+    The tokens after the first are a chain, or a tree in which a node has `width` children.
+    """
 
     sessions: int
     tokens: int
     context: int
+    width: int = 1
 
     @property
     def rows(self) -> int:
@@ -30,7 +35,13 @@ class Case:
         return self.sessions * self.tokens
 
     def __str__(self) -> str:
-        return f"{self.sessions}x{self.tokens}@{self.context}"
+        shape = f"/{self.width}" if self.width > 1 else ""
+        return f"{self.sessions}x{self.tokens}{shape}@{self.context}"
+
+    @property
+    def parents(self) -> Parents:
+        """Return the parents of a session's draft tokens, level by level."""
+        return simplified([node // self.width + ROOT for node in range(self.tokens - 1)])
 
     def blocks(self, block_tokens: int) -> int:
         """Return the KV blocks that all sessions need."""
@@ -57,7 +68,13 @@ class OurStep:
         self._fill(some_tokens(case.context, vocab), tables)
         fed = some_tokens(case.rows, vocab, seed=1)
         self.chunks = [
-            StepChunk(case.context, fed[at * case.tokens : (at + 1) * case.tokens], table, case.tokens)
+            StepChunk(
+                case.context,
+                fed[at * case.tokens : (at + 1) * case.tokens],
+                table,
+                case.tokens,
+                parents=case.parents,
+            )
             for at, table in enumerate(tables)
         ]
 

@@ -2,8 +2,9 @@
 
 Sides alternate on the default model in bfloat16: attention by FlexAttention over pages in place or by plain
 torch, recorded by CUDA graphs or not, with steps of one shape (invariant) or not. A step feeds 1 to 320 rows
-and samples all of them greedily, so that it ends with its one wait for the device. Then texts are fed row by
-row, alone, and again in chunks together with others. The tokens sampled at each position are compared.
+and samples all of them greedily, so that it ends with its one wait for the device. Chains of draft tokens are
+timed beside trees of as many. Then texts are fed row by row, alone, and again in chunks together with others.
+The tokens sampled at each position are compared.
 
 Without a CUDA device it prints an error and exits 2. It has never run on one.
 """
@@ -46,6 +47,12 @@ SIDES = {
 }
 SPLITS = ((1, 1), (8, 1), (8, 5), (80, 1), (64, 5))
 CONTEXTS = (256, 1024)
+# Sessions, and a confirmed token and the draft tokens of each.
+TREE_SPLITS, WIDTHS = ((1, 9), (8, 9), (32, 9), (1, 33)), (1, 2)
+CASES = (
+    *(Case(*split, context) for context in CONTEXTS for split in SPLITS),
+    *(Case(*split, CONTEXTS[0], width) for split in TREE_SPLITS for width in WIDTHS),
+)
 TEMPERATURES = (0.0, 1.0)
 _SEQUENCES, _LENGTH = 64, 256
 _COMPANY = 16
@@ -73,7 +80,8 @@ class SampledStep:
         self._step = OurStep(model, case)
         greedy = SamplingParams(temperature=0.0)
         self._draws = [
-            Draw(greedy, (0,), 1, frozenset(), 0, tuple(chunk.tokens[1:])) for chunk in self._step.chunks
+            Draw(greedy, (0,), 1, frozenset(), 0, tuple(chunk.tokens[1:]), chunk.parents)
+            for chunk in self._step.chunks
         ]
 
     def __call__(self) -> object:
@@ -88,6 +96,7 @@ def step_times(models: Mapping[str, CausalModel], case: Case, pairs: int) -> dic
         "sessions": case.sessions,
         "tokens": case.tokens,
         "context": case.context,
+        "width": case.width,
         "rows": case.rows,
         "wall_s": {name: list(timed.wall_s) for name, timed in times.items()},
     }
@@ -159,7 +168,7 @@ def texts_of(model_dir: Path, count: int, length: int) -> list[list[int]]:
 
 def load_sides(model_dir: Path, device: str, names: Sequence[str]) -> dict[str, CausalModel]:
     """Return a model for each side, all with room for the largest step."""
-    blocks = max(Case(*split, context).blocks(BLOCK_TOKENS) for split in SPLITS for context in CONTEXTS)
+    blocks = max(case.blocks(BLOCK_TOKENS) for case in CASES)
     return {
         name: CausalModel.load(
             model_dir, dtype=torch.bfloat16, device=device, kv_blocks=blocks, options=SIDES[name]
@@ -173,10 +182,10 @@ def show(
 ) -> None:
     """Print the step times and the differing tokens."""
     names = list(steps[0]["wall_s"])
-    table = Table("rows", "sessions", "context", *names, title="milliseconds of a step, median")
+    table = Table("rows", "sessions", "context", "width", *names, title="milliseconds of a step, median")
     for step in steps:
         times = [f"{median(step['wall_s'][name]) * 1e3:.3f}" for name in names]
-        table.add_row(*(str(step[key]) for key in ("rows", "sessions", "context")), *times)
+        table.add_row(*(str(step[key]) for key in ("rows", "sessions", "context", "width")), *times)
     console.print(table)
     table = Table(
         "side", "temperature", "positions", "differing", "per million", title="tokens that other rows changed"
@@ -205,8 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     model_dir, console = resolve_model(options.model), Console()
     models = load_sides(model_dir, options.device, list(SIDES))
-    cases = [Case(*split, context) for context in CONTEXTS for split in SPLITS]
-    steps = [step_times(models, case, options.pairs) for case in cases]
+    steps = [step_times(models, case, options.pairs) for case in CASES]
     texts = texts_of(model_dir, _SEQUENCES, _LENGTH)
     rates = {name: differing(model, texts, _COMPANY) for name, model in models.items()}
     record = result_path("gpu", options.results)
@@ -226,7 +234,11 @@ def _record(
         "model": options.model,
         "gpu": {"name": torch.cuda.get_device_name(options.device), "cuda": torch.version.cuda},
         "sides": {
-            name: {"attention": model.attention_kind, "deterministic": model.info.deterministic}
+            name: {
+                "attention": model.attention_kind,
+                "deterministic": model.info.deterministic,
+                "trees": model.info.trees,
+            }
             for name, model in models.items()
         },
         "steps": list(steps),
