@@ -160,6 +160,7 @@ def _verify_item(random: Random, known: Known) -> pb.VerifyItem:
         slice=part,
         draft_tokens=drafts,
         survival=[0.5] * len(drafts) if random.random() < 0.5 else [],
+        parents=_parents(random, len(drafts)),
         credit=random.choice((0, 0, 4, 32)),
         hint_due=random.random() < 0.2,
         max_verified=random.randrange(3),
@@ -167,6 +168,18 @@ def _verify_item(random: Random, known: Known) -> pb.VerifyItem:
     if random.random() < 0.2:
         item.logprobs = random.randrange(4)
     return item
+
+
+def _parents(random: Random, count: int) -> list[int]:
+    """Return parents of a chain, of a tree, or of none: cyclic, out of range, or too many."""
+    match random.randrange(4):
+        case 0:
+            return [random.randint(-1, node - 1) for node in range(count)]
+        case 1:
+            return [random.randint(-(2**31), 2**31 - 1) for _ in range(random.randint(1, count + 1))]
+        case 2:
+            return [random.randint(-1, count) for _ in range(count + random.randint(0, 1))]
+    return []
 
 
 def _verify_stream(random: Random, known: Known) -> pb.VerifyStreamRequest:
@@ -179,7 +192,11 @@ def _verify_stream(random: Random, known: Known) -> pb.VerifyStreamRequest:
         if random.random() < 0.4:
             position, tokens = part.start + len(part.tokens), known.tokens[part.session_id]
             hint = pb.Hint(
-                position=position, prefix_hash=prefix_hash(tokens), draft_tokens=_tokens(random, 4)
+                position=position,
+                prefix_hash=prefix_hash(tokens),
+                draft_tokens=_tokens(random, 4),
+                survival=[0.8, 0.5, 0.2, 0.1],
+                parents=_parents(random, 4),
             )
             request.extensions.add(
                 **name, limit=position + random.randrange(20), hint=hint, hint_due=random.random() < 0.3
@@ -194,6 +211,7 @@ def _propose_item(random: Random, known: Known) -> pb.ProposeItem:
         strategy=random.choice(("", "ngram", "none")),
         workload=random.choice(("", "chat")),
         ahead=random.choice((0, 0, 1)),
+        width=random.choice((0, 1, 2, 8, 2**32 - 1)),
     )
 
 
