@@ -16,20 +16,27 @@ SPOILS = (0.0, 0.3, 0.7)
 FEW_SPOILS = (0.0, 0.7)
 DRAFT_LENGTHS = (1, 4, 8)
 CONCURRENCIES = (1, 8)
+# Trees: nodes, and the most of them for one position.
+TREES = ((8, 2), (16, 3), (32, 4))
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`spoil` is the oracle's rate of wrong tokens; None for other strategies."""
+    """Draft tokens of a round: `k` in all, at most `width` for one position.
+
+    `spoil` is the oracle's rate of wrong tokens; None for other strategies.
+    """
 
     strategy: str
     k: int
     concurrency: int
     spoil: float | None = None
+    width: int = 1
 
     def __str__(self) -> str:
         spoil = "" if self.spoil is None else f"-spoil{self.spoil}"
-        return f"{self.strategy}{spoil}-k{self.k}-x{self.concurrency}"
+        width = "" if self.width == 1 else f"-w{self.width}"
+        return f"{self.strategy}{spoil}-k{self.k}{width}-x{self.concurrency}"
 
     @property
     def speculation(self) -> Speculation:
@@ -37,7 +44,7 @@ class Case:
             return Speculation(off=True)
         if self.strategy == "auto":
             return Speculation()
-        return Speculation(k=self.k, strategy=self.strategy)
+        return Speculation(k=self.k, strategy=self.strategy, width=self.width)
 
 
 _Kind = tuple[str, int, float | None]
@@ -54,7 +61,17 @@ def all_cases() -> list[Case]:
     """Return every strategy with every k, alone and eight at a time."""
     kinds: list[_Kind] = [("off", 0, None), *(("auto", 0, spoil) for spoil in (None, *SPOILS))]
     kinds += [(strategy, k, spoil) for strategy, spoil in _drafts(SPOILS) for k in DRAFT_LENGTHS]
-    return [Case(strategy, k, count, spoil) for strategy, k, spoil in kinds for count in CONCURRENCIES]
+    chains = [Case(strategy, k, count, spoil) for strategy, k, spoil in kinds for count in CONCURRENCIES]
+    return chains + [tree for turn in range(2) for tree in tree_cases(turn)]
+
+
+def tree_cases(turn: int) -> list[Case]:
+    """Return the trees of models, alone or in company by turns; two turns have every combination."""
+    return [
+        Case(strategy, k, CONCURRENCIES[(at + step + turn) % 2], width=width)
+        for at, strategy in enumerate((names.MODEL, names.HYBRID))
+        for step, (k, width) in enumerate(TREES)
+    ]
 
 
 def pairwise_cases(spoils: Sequence[float] = SPOILS, turn: int = 0) -> list[Case]:
@@ -68,6 +85,7 @@ def pairwise_cases(spoils: Sequence[float] = SPOILS, turn: int = 0) -> list[Case
             for at, steps in enumerate(kinds)
             for step, (strategy, k, spoil) in enumerate(steps)
         ),
+        *tree_cases(turn)[turn % 2 :: 2],
     ]
 
 

@@ -59,7 +59,11 @@ async def running_clients(
         gateways=gateways,
         draft_model=None if draft_model is None else str(draft_model),
         strategies=(names.NGRAM,),
-        extra_args={"gateway": ["--draft-timeout-s", "30"], "target": ["--max-sessions", "64"]},
+        extra_args={
+            "gateway": ["--draft-timeout-s", "30"],
+            # As many draft tokens as the largest tree of `matrix.TREES` has.
+            "target": ["--max-sessions", "64", "--max-draft-tokens", "32"],
+        },
     )
 
     def parts(options: StackOptions, dirs: StackDirs) -> list[PartSpec]:
