@@ -31,6 +31,7 @@ from typing import Any
 
 from bench.harness import BENCH, result_path, write_record
 from galley.client.client import AsyncClient
+from galley.client.options import Retries
 from galley.common.models.files import DEFAULT_MODEL
 from galley.core.names import GRAMMAR, HYBRID, MODEL, NGRAM, NO_STRATEGY
 from galley.engine.load.resolve import resolve_model
@@ -48,6 +49,8 @@ REQUESTS, LEAST_ANSWERS = 252, 2000
 PARTS = ("off", "drafts", "kills", "vllm")
 _KILLED = ("target-2", "gateway", "draft", "target", "gateway-2")
 _SLICES = 3
+# A busy machine may saturate a gateway for a while.
+_RETRIES = Retries(patience_s=300.0, start_patience_s=300.0)
 """A case of a draft reads every third request; all cases together read each of them many times."""
 
 
@@ -126,14 +129,14 @@ class Proof:
                 await self._read_under_kills(trial, stack)
 
     async def _learnt(self, stack: Stack, model: Path, name: str) -> Trial:
-        async with AsyncClient(stack.gateways) as client:
+        async with AsyncClient(stack.gateways, retries=_RETRIES) as client:
             trial = Trial(requests(self._count), await vocabulary_of(client, model))
             await trial.learn(client)
         self._note(name, trial)
         return trial
 
     async def _read_with_drafts(self, trial: Trial, stack: Stack) -> None:
-        async with AsyncClient(stack.gateways) as client:
+        async with AsyncClient(stack.gateways, retries=_RETRIES) as client:
             for number, case in enumerate(draft_cases()):
                 await trial.compare(client, case, slice(number % _SLICES, None, _SLICES))
                 if case.k and not trial.tally.sources.get(GRAMMAR):
@@ -153,7 +156,7 @@ class Proof:
             vllm_args='{"block_size": 32}',
             target_python=find_vllm_python(None),
         )
-        async with Stack(options) as stack, AsyncClient(stack.gateways) as client:
+        async with Stack(options) as stack, AsyncClient(stack.gateways, retries=_RETRIES) as client:
             trial = await self._learnt(stack, model, "vllm off")
             for case in (Case(NGRAM, 4, 1), Case("auto", 0, 1)):
                 await trial.compare(client, case, slice(0, None, _SLICES))
