@@ -188,6 +188,8 @@ class SimClient:
                 self._finished = event.finished
                 for source in event.finished.speculation.sources:
                     ledger.met[f"accepted of source {source.source}"] += source.accepted
+                by_rank = event.finished.speculation.accepted_by_rank
+                ledger.met["accepted beside the likeliest"] += sum(by_rank[1:])
                 if self.planned.breaks_off:
                     self.go_elsewhere()
             case _:

@@ -24,7 +24,7 @@ from galley.core.kv.session import KvSession
 from galley.core.routing.breaker import Breaker
 from galley.core.session.delivery import Delivery
 from galley.core.session.drafting import Drafting
-from galley.core.step import Draw
+from galley.core.step import Draw, StepOutcome, StepPlan, StepTrace
 from galley.core.store import Exchange, Exchanged, OwnerChanged, StoredSession, TokenBucket
 from galley.engine import masking
 from services.gateway.http.api.choices import Choice
@@ -65,6 +65,11 @@ async def _changed_any_time(
 async def _read_at_once(store: SimStore, session_id: str, principal: str) -> StoredSession:
     """Need no call for what is not read: the claim comes first."""
     return at_once(store._sessions.read(session_id, principal))
+
+
+class MovesNothing(SimEngine):
+    def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
+        return super().run(replace(plan, moves=()), watch)
 
 
 class NoiseByRound(SimEngine):
@@ -331,6 +336,7 @@ MUTANTS = (
         theme="leaving",
     ),
     Mutant("draws noise by round", "the truth is", Kinds(engine=NoiseByRound)),
+    Mutant("leaves the KV of an accepted path where it is", "the truth is", Kinds(engine=MovesNothing)),
     Mutant(
         "trusts a cache by length",
         "the truth is",

@@ -100,7 +100,7 @@ class PlannedSession:
             "ignore_eos": STOP not in spec.stop_token_ids,
             "seed": spec.sampling.seed,
             "logprobs": spec.logprobs,
-            "speculation": Speculation() if spec.auto else Speculation(off=spec.k == 0, k=spec.k),
+            "speculation": _speculation(spec),
             "idempotency_key": self.key or self.name,
             "continue_without_client": spec.continue_without_client,
             "timeout_s": self.within_s,
@@ -115,9 +115,17 @@ class PlannedSession:
         alone += ", predicted" * bool(spec.prediction)
         alone += "" if spec.grammar is None else f", by {spec.grammar}"
         alone += (", by HTTP" + ", as a response" * self.as_response) * self.by_http
-        what = f"{self.name} ({spec.session_id}) of {len(spec.prompt)} + {length} tokens, k {spec.k}{alone}"
+        what = f"{self.name} ({spec.session_id}) of {len(spec.prompt)} + {length} tokens, "
+        what += f"k {spec.k}, width {spec.width}{alone}"
         what += f", returns {self.returns} times after {self.return_s} s, {self.retries}"
         return f"at {self.at_s:.3f} s: {self.principal} wants {what}"
+
+
+def _speculation(spec: SessionSpec) -> Speculation:
+    if not spec.k:
+        return Speculation(off=True)
+    width = spec.width or None
+    return Speculation(width=width) if spec.auto else Speculation(k=spec.k, width=width)
 
 
 def _form(spec: SessionSpec) -> GenerateOptions:

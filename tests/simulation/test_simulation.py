@@ -82,6 +82,7 @@ COVERED = (
     "by a grammar",
     "accepted of source grammar",
     "accepted of source prediction",
+    "accepted beside the likeliest",
 )
 
 

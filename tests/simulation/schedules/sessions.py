@@ -17,6 +17,8 @@ from tests.simulation.schedule import ID_SECRET, MOST_K, PlannedSession
 TWIN = "-twin"
 _ME, _YOU = "me", "mes"
 """The principals. Their names run together with the first letter of a key."""
+_WIDTHS = (0, 0, 2, 4)
+"""Drawn with the seed of a session, so that the schedules of earlier seeds stay as they were."""
 
 
 def draw_principals(rng: random.Random) -> tuple[Principal, ...]:
@@ -38,10 +40,11 @@ def plan_session(rng: random.Random, number: int, principals: tuple[Principal, .
     stops = frozenset({STOP}) if rng.random() < 0.7 else frozenset()
     name, principal = f"session-{number}", rng.choice(principals).name
     auto = rng.random() < 0.5
+    seed = rng.randrange(2**32)
     spec = SessionSpec(
         session_id=session_id_for(principal, name, ID_SECRET),
         prompt=prompt,
-        sampling=SamplingParams(seed=rng.randrange(2**32)),
+        sampling=SamplingParams(seed=seed),
         max_position=len(prompt) + rng.choice([1, 8, 24, 40, 60]),
         vocab_size=VOCAB,
         stop_token_ids=stops,
@@ -49,6 +52,7 @@ def plan_session(rng: random.Random, number: int, principals: tuple[Principal, .
         logprobs=rng.choice([None, None, 0]),
         k=MOST_K if auto else rng.choice([0, 2, 4, 8]),
         auto=auto,
+        width=_WIDTHS[seed % len(_WIDTHS)],
         continue_without_client=rng.random() < 0.25,
     )
     within_s = rng.uniform(1.2, 4.0) if rng.random() < 0.15 else None

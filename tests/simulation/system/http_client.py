@@ -104,6 +104,7 @@ def _common_body(request: pb.GenerateRequest) -> dict[str, Any]:
         "speculation": {
             "mode": _MODES[speculation.mode],
             "k": speculation.k if speculation.HasField("k") else None,
+            "width": speculation.width if speculation.HasField("width") else None,
         },
     }
 

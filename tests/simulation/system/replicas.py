@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from galley.common.registry.registration import Registration
 from galley.core.answer.answer import SessionSpec
 from galley.core.cost.model import StepTimes
 from galley.core.step import StepOutcome, StepPlan, StepTrace
+from galley.core.trees import ROOT, best_first, path_to
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft.loop import DraftLoop
 from services.draft.servicer import DraftService
@@ -39,6 +41,8 @@ WINDOW = BLOCKS * BLOCK_TOKENS
 _MS = 1_000_000
 PASS_TIMES = StepTimes.measured([(1, 50 * _MS), (512, 60 * _MS)])
 _RIGHT = 0.8
+_CYCLIC = 0.1
+"""The share of trees of draft tokens that are none."""
 _FORBIDDEN = 0.85
 """Of a session with a grammar, the bound between wrong tokens that it does not allow, and those it does."""
 
@@ -78,7 +82,7 @@ class HalfRight:
     """A strategy that mostly proposes the tokens of the first build's target; if `failing`, it raises.
 
     It knows the `specs` of all sessions. A wrong token of a session with a grammar is seldom one that the
-    grammar does not allow.
+    grammar does not allow. Its trees have right tokens at any rank, and some are no trees.
     """
 
     def __init__(self, failing: Failing, specs: Mapping[str, SessionSpec]) -> None:
@@ -97,11 +101,36 @@ class HalfRight:
         _, session_id = job.slice.key
         spec = self._specs[session_id]
         tokens = list(job.session.tokens)
+        if job.width > 1:
+            return self._tree(job, spec, tokens)
         start = len(tokens)
         while len(tokens) < start + job.k and may_follow(spec, tokens):
             tokens.append(self._token(spec, tokens))
         count = len(tokens) - start
         return Proposal(job, tokens[start:], [_RIGHT ** (i + 1) for i in range(count)], done=True)
+
+    def _tree(self, job: DraftJob, spec: SessionSpec, before: Sequence[int]) -> Proposal:
+        rng = random.Random(f"{spec.sampling.seed} {len(before)}")
+        tokens: list[int] = []
+        parents: list[int] = []
+        survival: list[float] = []
+        for _ in range(job.k):
+            parent = rng.choice((ROOT, *range(len(tokens)))[-3:])
+            context = [*before, *(tokens[node] for node in path_to(parents, parent))]
+            siblings = [tokens[node] for node, its in enumerate(parents) if its == parent]
+            if len(siblings) == job.width or not may_follow(spec, context):
+                continue
+            offered = [self._token(spec, context), true_next(spec, "build-1", context)]
+            further = [token for token in offered if token not in siblings]
+            if further:
+                reached = 1.0 if parent == ROOT else survival[parent]
+                survival.append(reached * _RIGHT / (1 + len(siblings)))
+                tokens.append(further[0])
+                parents.append(parent)
+        order, placed, falling = best_first(parents, survival)
+        is_cyclic = rng.random() < _CYCLIC
+        placed = tuple(len(tokens) - 1 - parent for parent in placed) if is_cyclic else placed
+        return Proposal(job, [tokens[node] for node in order], falling, parents=list(placed), done=True)
 
     def _token(self, spec: SessionSpec, tokens: Sequence[int]) -> int:
         right = true_next(spec, "build-1", tokens)
