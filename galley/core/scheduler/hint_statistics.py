@@ -116,6 +116,22 @@ class AcceptanceEstimate:
         return [self.alpha ** (i + 1) for i in range(count)]
 
 
+def leveled(chances: Sequence[float]) -> list[float]:
+    """Return chances that fall, for tokens of which always the first ones are taken.
+
+    A token that is likelier than one before it can only be taken with that one, so both get their mean: the
+    pool of adjacent violators of isotonic regression.
+    """
+    levels: list[tuple[float, int]] = []
+    for chance in chances:
+        total, count = chance, 1
+        while levels and levels[-1][0] * count < total * levels[-1][1]:
+            before, more = levels.pop()
+            total, count = total + before, count + more
+        levels.append((total, count))
+    return [total / count for total, count in levels for _ in range(count)]
+
+
 class HintTiming:
     """Timing of a session's hints: their mean delay after a result, its deviation, and their length.
 

@@ -9,9 +9,9 @@ from itertools import accumulate
 from galley.core.content import PrefixHasher
 from galley.core.grammar.follower import GrammarFollower
 from galley.core.hints import NOTHING, Hint, HintTail
-from galley.core.scheduler.hint_statistics import AcceptanceEstimate, HintTiming
+from galley.core.scheduler.hint_statistics import AcceptanceEstimate, HintTiming, leveled
 from galley.core.scheduler.messages import Extend, VerifyRequest
-from galley.core.trees import ROOT, best_first, candidates_after, child_of, kept, parent_of, simplified
+from galley.core.trees import ROOT, candidates_after, child_of, kept, parent_of, simplified
 
 # Past results kept, so that the delay of a hint anchored at one of them can be measured.
 _ANCHORS = 8
@@ -28,7 +28,16 @@ class SessionStatistics:
 
 
 class PendingHint:
-    __slots__ = ("_acceptance", "_after_mismatch", "_anchored", "_followed", "_node", "hint", "is_exhausted")
+    __slots__ = (
+        "_acceptance",
+        "_after_mismatch",
+        "_anchored",
+        "_followed",
+        "_left",
+        "_node",
+        "hint",
+        "is_exhausted",
+    )
 
     def __init__(self, hint: Hint, acceptance: AcceptanceEstimate, *, anchored: bool = False) -> None:
         """Take a hint. `anchored`: its prefix is known to agree, so it need not be hashed."""
@@ -39,6 +48,7 @@ class PendingHint:
         self._followed = 0
         self._node = ROOT
         self._after_mismatch = False
+        self._left: tuple[int, HintTail] = (-1, NOTHING)
 
     def follow(self, tokens: Sequence[int], hasher: PrefixHasher) -> HintTail:
         """Return what is left of the hint after these confirmed tokens, which only grow.
@@ -49,11 +59,16 @@ class PendingHint:
         passed = len(tokens) - self.hint.position
         if self.is_exhausted or passed < 0:
             return NOTHING
-        left = NOTHING
-        if self._has_root(tokens, hasher) and self._holds(tokens, passed):
-            left = self.hint.whole.below(self._node)
-        self.is_exhausted = not left.draft_tokens
-        if self.is_exhausted or not self._after_mismatch:
+        if passed != self._left[0]:
+            self._left = (passed, self._left_after(tokens, passed, hasher))
+        self.is_exhausted = not self._left[1].draft_tokens
+        return self._left[1]
+
+    def _left_after(self, tokens: Sequence[int], passed: int, hasher: PrefixHasher) -> HintTail:
+        if not (self._has_root(tokens, hasher) and self._holds(tokens, passed)):
+            return NOTHING
+        left = self.hint.whole.below(self._node)
+        if not self._after_mismatch:
             return left
         left = left.main
         return HintTail(left.draft_tokens, left.survival, after_mismatch=True)
@@ -125,8 +140,7 @@ class ActiveRequest:
     `kv_len` is None until KV blocks are allocated. The first result reports `kv_reused`, and resets it to 0.
     `is_new`: its session had no blocks before.
     `tail` is what the hint offers as of the last `update_hint`; its first `certain` tokens follow in any
-    case. If it is a tree, its survival is corrected by the session's statistics, and gives the order.
-    `grammar` follows `tokens`, if there is one.
+    case. `grammar` follows `tokens`, if there is one.
     """
 
     def __init__(
@@ -149,7 +163,6 @@ class ActiveRequest:
         self.hint_due = message.hint_due
         self.tail = NOTHING
         self.certain = 0
-        self._is_calibrated = False
         self.arrived_ns = now
         self.has_started = False
         self.cancelled = False
@@ -210,9 +223,6 @@ class ActiveRequest:
         self._hint, offered = self._followed(self._hint)
         self._previous, previous = self._followed(self._previous)
         rest = offered if offered.draft_tokens else previous
-        self._is_calibrated = bool(rest.parents)
-        if rest.parents:
-            rest = self._best_first(rest)
         self.tail, self.certain = rest.first(self.room), 0
         if self.grammar is not None:
             self._follow_grammar(self.grammar)
@@ -240,13 +250,6 @@ class ActiveRequest:
             parents=tail.parents,
         )
 
-    def _best_first(self, tree: HintTail) -> HintTail:
-        """Return the tree with corrected survival, in the order of that."""
-        survival = self.statistics.acceptance.calibrated_tree(tree.parents, tree.survival)
-        order, parents, survival = best_first(tree.parents, survival)
-        tokens = tuple(tree.draft_tokens[node] for node in order)
-        return HintTail(tokens, tuple(survival), parents=parents)
-
     def _pending(self, hint: Hint, *, anchored: bool = False) -> PendingHint:
         """Return the hint as this engine can use it. A tree without survival says not what to verify."""
         if hint.parents and not (self._takes_trees and hint.survival):
@@ -261,11 +264,14 @@ class ActiveRequest:
         return (None if hint.is_exhausted else hint), rest
 
     def survival(self) -> list[float]:
-        """Return for each offered draft token the chance that it and all before it are accepted."""
+        """Return for each offered draft token the chance that it and all before it are accepted.
+
+        They fall, so that the first tokens of all sessions are taken where the chances are best.
+        """
         acceptance = self.statistics.acceptance
         rest = self.tail.after(self.certain)
-        if self._is_calibrated:
-            chances = list(rest.survival)
+        if rest.parents:
+            chances = leveled(acceptance.calibrated_tree(rest.parents, rest.survival))
         elif rest.survival:
             chances = acceptance.calibrated(list(accumulate(rest.survival, min)))
         else:

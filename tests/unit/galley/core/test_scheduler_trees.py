@@ -13,7 +13,7 @@ from galley.core.cost.model import StepTimes
 from galley.core.errors import Unavailable
 from galley.core.hints import Hint, HintTail
 from galley.core.sampling_params import SamplingParams
-from galley.core.scheduler.hint_statistics import AcceptanceEstimate
+from galley.core.scheduler.hint_statistics import AcceptanceEstimate, leveled
 from galley.core.scheduler.messages import Confirmed
 from galley.core.step import StepPlan, TokenMove
 from galley.core.trees import CHAIN, ROOT
@@ -203,6 +203,41 @@ def test_only_nodes_that_pay_are_verified_the_likeliest_first() -> None:
     assert plan.chunks[0].draw is not None
     assert plan.chunks[0].draw.draft_tokens == tokens[:3]
     assert plan.chunks[0].parents == (ROOT, 0, ROOT)
+
+
+def test_the_first_nodes_are_verified_whatever_their_sides_are_worth() -> None:
+    # The gateway counts the first nodes as verified. It learns itself which sides are worth a row.
+    times = StepTimes.measured([(rows, (9 + rows) * MS) for rows in range(1, 64)])
+    bench, sizes = Bench(times=times), set[int]()
+    for count in range(40):
+        true = ANSWER[count:]
+        tokens = (true[0], wrong(true[0]), true[1], wrong(true[1]), true[2])
+        tree = HintTail(tokens, (0.6, 0.3, 0.3, 0.2, 0.15), parents=(ROOT, ROOT, 0, 0, 2))
+        message = request([*PROMPT, *ANSWER[:count]], draft_tokens=tokens, survival=tree.survival)
+        bench.submit(replace(message, parents=tree.parents))
+        plan = bench.begin()
+        draw = plan.chunks[0].draw
+        assert draw is not None
+        first = tree.first(len(draw.draft_tokens))
+        assert (draw.draft_tokens, draw.parents) == (first.draft_tokens, first.parents)
+        sizes.add(len(draw.draft_tokens))
+        bench.finish(plan)
+    assert len(sizes) > 1, "what the sides were worth has changed how many pay"
+
+
+@pytest.mark.parametrize(
+    ("chances", "expected"),
+    [
+        ([], []),
+        ([0.5, 0.4, 0.4], [0.5, 0.4, 0.4]),
+        ([0.6, 0.02, 0.36], [0.6, 0.19, 0.19]),
+        ([0.1, 0.2, 0.3, 0.0], [0.2, 0.2, 0.2, 0.0]),
+    ],
+)
+def test_a_likelier_node_shares_its_chance_with_those_before_it(
+    chances: list[float], expected: list[float]
+) -> None:
+    assert leveled(chances) == pytest.approx(expected)
 
 
 def test_sides_are_judged_by_how_often_they_were_right() -> None:
