@@ -12,7 +12,7 @@ from torch import Tensor
 
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.core.step import TokenMove
-from galley.core.trees import CHAIN, ROOT, Parents, depths, path_to
+from galley.core.trees import CHAIN, ROOT, Parents
 
 Ints = NDArray[np.int64]
 
@@ -139,18 +139,25 @@ def _lay_out_trees(spans: Sequence[Span], slots: Ints, tiles: Ints, rows_of_tile
 
 def _lay_out_tree(span: Span, positions: Ints, tiles: Ints, paths: list[list[int]]) -> None:
     """Write the positions of a span's rows; append the paths of tiles in which a row is out of place."""
-    root, depth = span.root, depths(span.parents, len(span.parents))
+    root, nodes = span.root, slots_of_paths(span.parents, span.root)
     first = max(span.start, root)
-    positions[first - span.start :] = [root + depth[slot - root] for slot in range(first, span.end)]
+    positions[first - span.start :] = [root + len(path) - 1 for path in nodes[first - root :]]
     for tile in tiles:
         slots = range(tile[2], tile[2] + tile[1])
         # If a node's slot is its position, the slots before it are its ancestors'.
         if positions[slots.start - span.start : slots.stop - span.start].tolist() == list(slots):
             continue
         tile[4] = len(paths)
-        paths += (
-            [root, *(root + node for node in path_to(span.parents, max(ROOT, slot - root)))] for slot in slots
-        )
+        paths += ([root, *(nodes[slot - root] if slot >= root else ())] for slot in slots)
+
+
+def slots_of_paths(parents: Parents, root: int) -> list[list[int]]:
+    """Return for each node the slots of its path, itself included."""
+    found: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        above = () if parent == ROOT else found[parent]
+        found.append([*above, root + node])
+    return found
 
 
 def lineage(parents: Parents) -> NDArray[np.bool_]:

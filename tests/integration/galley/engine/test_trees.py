@@ -16,7 +16,7 @@ from galley.core.errors import Broken
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.core.kv.compaction import compaction
 from galley.core.step import StepChunk, TokenMove
-from galley.core.trees import CHAIN, depths, path_to
+from galley.core.trees import CHAIN, Parents, depths, path_to
 from galley.engine import pages
 from galley.engine.model import CausalModel, Rows
 from galley.engine.paged import CompiledAttention
@@ -116,7 +116,10 @@ def test_attention_of_a_node_has_the_bits_of_a_chain(case: dict[str, Any]) -> No
 def test_an_engine_whose_trees_change_bits_takes_none(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pages, "path_to", lambda _, node: list(range(node + 1)))
+    def all_before(parents: Parents, root: int) -> list[list[int]]:
+        return [list(range(root, root + node + 1)) for node in range(len(parents))]
+
+    monkeypatch.setattr(pages, "slots_of_paths", all_before)
     info = load(make_model(CONFIGS["llama"]()), kv_blocks=BLOCKS).info
     assert (info.deterministic, info.trees) == (True, False)
 
