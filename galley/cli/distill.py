@@ -104,6 +104,8 @@ def distill(  # noqa: PLR0913  # one parameter a flag
     require("draft")
     from galley.engine.load.resolve import resolve_model  # noqa: PLC0415
 
+    if features and plot is not None:
+        raise typer.BadParameter("must not be set with --features, which draws nothing", param_hint="--plot")
     console = Console(highlight=False)
     try:
         options = Options(

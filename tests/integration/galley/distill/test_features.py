@@ -189,6 +189,26 @@ def test_the_command_prints_what_was_measured(target_dir: Path, tmp_path: Path) 
     assert (tmp_path / "draft" / "model.safetensors").exists()
 
 
+def test_a_plot_is_refused_before_any_work(target_dir: Path, tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(distill)
+    flags = [
+        "--features",
+        "--self-prompts",
+        "200",
+        "--target",
+        str(target_dir),
+        "--plot",
+        str(tmp_path / "p.png"),
+    ]
+    refused = CliRunner().invoke(
+        app, [str(tmp_path / "draft"), *flags], env={"COLUMNS": "200", "TERM": "dumb"}
+    )
+    assert refused.exit_code == 2
+    assert "--plot" in refused.output
+    assert not (tmp_path / "draft.work").exists()
+
+
 @pytest.fixture(scope="module")
 def held(options: Options, measured: Measured) -> Iterator[tuple[Corpus, Collected]]:
     corpus = read_corpus(options.work / "heldout.npz")
