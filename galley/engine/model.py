@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from galley.common.logs import get_logger
 from galley.common.models.files import model_name
 from galley.common.server.process import hand_back_free_memory
 from galley.core.errors import Broken, UnsupportedModel
@@ -40,6 +41,7 @@ from galley.engine.parallel.ranks import ALONE, Ranks
 
 __all__ = ["CausalModel", "KvPool", "ModelInfo", "Rows", "SessionCache"]
 
+_LOG = get_logger(__name__)
 # Rows that go through the layers at once, so that memory is bounded.
 MAX_ROWS = 512
 # The system commits memory as blocks are used.
@@ -139,7 +141,7 @@ class CausalModel:
         precision = dtype if loaded.head is None and quantization == NONE else torch.bfloat16
         refuse_other_attention(config.model_type, ours, theirs, precision)
         deterministic = keeps_bits(model, logits)
-        trees = not deterministic or keeps_bits_in_tree(model, logits)
+        trees = takes_trees(model, logits, deterministic=deterministic)
         model.info = replace(info, deterministic=deterministic, trees=trees)
         return model
 
@@ -388,6 +390,19 @@ def keeps_bits(model: CausalModel, whole: Tensor) -> bool:
     return torch.equal(torch.cat(parts), whole)
 
 
+def takes_trees(model: CausalModel, whole: Tensor, *, deterministic: bool) -> bool:
+    """Return True if the model runs trees and, if it is `deterministic`, they keep its bits.
+
+    Runs a small and a larger step with a tree, so that a device's kernels for trees are compiled.
+    """
+    try:
+        kept = keeps_bits_in_tree(model, whole)
+    except RuntimeError as error:  # torch's compiler raises it
+        _LOG.warning("attention to trees not compiled; taking chains", error=str(error))
+        return False
+    return kept or not deterministic
+
+
 def keeps_bits_in_tree(model: CausalModel, whole: Tensor) -> bool:
     """Return True if a path of a tree that holds other nodes too has the bits of `whole`, as `keeps_bits`."""
     prompt = prompt_of(model.info)
@@ -396,8 +411,11 @@ def keeps_bits_in_tree(model: CausalModel, whole: Tensor) -> bool:
     # Before each node of the path comes a sibling of it.
     nodes = [node for token in path for node in ((token + 1) % model.info.vocab_size, token)]
     parents = tuple(2 * depth - 1 for depth in range(len(path)) for _ in range(2))
-    rows = Rows(model.new_cache(), [*prompt[:root], *nodes], len(nodes), parents)
-    return torch.equal(model.forward([rows])[0][1::2], whole[root : root + len(path)])
+    cache = model.new_cache()
+    model.forward([Rows(cache, prompt[:root], 0)])
+    steps = [(fed, parents[:last]) for last, fed in ((2, nodes[:2]), (len(nodes), nodes[2:]))]
+    parts = [model.forward([Rows(cache, fed, len(fed), above)])[0] for fed, above in steps]
+    return torch.equal(torch.cat(parts)[1::2], whole[root : root + len(path)])
 
 
 def load_model(  # noqa: PLR0913

@@ -124,6 +124,20 @@ def test_an_engine_whose_trees_change_bits_takes_none(
     assert (info.deterministic, info.trees) == (True, False)
 
 
+def test_trees_that_do_not_compile_are_not_taken(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = make_model(CONFIGS["llama"]())
+    monkeypatch.setattr("galley.engine.model.keeps_bits", lambda *_: False)
+    assert load(directory, kv_blocks=BLOCKS).info.trees, "nothing is promised that they would break"
+
+    def fail(*_: object) -> list[list[int]]:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(pages, "slots_of_paths", fail)
+    assert not load(directory, kv_blocks=BLOCKS).info.trees
+
+
 def test_a_tree_fed_step_by_step_is_the_tree_fed_at_once(make_model: MakeModel) -> None:
     model = load(make_model(CONFIGS["mistral"]()), torch.bfloat16, kv_blocks=BLOCKS)
     rng = random.Random(4)
