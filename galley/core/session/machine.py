@@ -317,19 +317,15 @@ class Session:
         self._speculation.record_proposal(
             received.valid, unread, latency_ns, timing.compute_ns, event.sessions
         )
-        added = added_sources(before, self._tail(), received.added)
-        self._after_draft(added, pending.position, now)
+        self._after_draft(received.added, pending.position, now, before)
 
     def _on_draft_failed(self, now: int) -> None:
         self._round.record_proposal(ev.Timing(), now)
         self._drafting.fail(now)
-        self._after_draft((), len(self.answer.tokens), now)
+        self._after_draft(0, len(self.answer.tokens), now)
 
-    def _after_draft(self, added: Sequence[str], position: int, now: int) -> None:
-        """Use what a proposal for `position` has added to the hint, and request the next draft tokens.
-
-        `added` are the sources of these tokens.
-        """
+    def _after_draft(self, added: int, position: int, now: int, before: Hint | None = None) -> None:
+        """Use the tokens that a proposal for `position` has added to a hint, and request the next ones."""
         if self.phase is Phase.DRAFTING:
             self._round.exposed_ns = self._round.draft_wait_ns
             self._verify(now)
@@ -340,7 +336,7 @@ class Session:
         if tail.draft_tokens or position < len(self.answer.tokens):
             self._draft_ahead(now)  # what follows; or again, because this proposal came too late
         if self.phase is Phase.VERIFYING:
-            self._extend_verify(hint, added)
+            self._extend_verify(hint, added_sources(before, tail, added))
 
     def _hint_from(self, tail: HintTail) -> Hint:
         position = len(self.answer.tokens)

@@ -99,18 +99,19 @@ class Speculation:
             statistics.record_late(weight)
 
     def record_token(self, right: bool) -> None:
-        """Record a proposed token that is alone at its position: right, or the first that was wrong."""
-        self._record_first(right)
+        """Record a proposed token, the likeliest for its position: right, or the first that was wrong."""
+        for parent in self._parents:
+            parent.record_deviation(self.statistics.alpha, _WORKLOAD_TOKEN, right=right)
+            parent.record_token(_WORKLOAD_TOKEN, right=right)
+        self.statistics.record_token(_SESSION, right=right)
+        self._right_in_a_row = self._right_in_a_row + 1 if right else 0
         if not right and self.width == 1:
             for statistics, weight in self._weighted:
                 statistics.forget_side(weight)
 
     def record_candidates(self, count: int, rank: int | None) -> None:
         """Record the candidates for a position, of which the one of this rank was right; None: none was."""
-        if count == 1:
-            self.record_token(rank == 0)
-            return
-        self._record_first(rank == 0)
+        self.record_token(rank == 0)
         for side in range(1, count if rank is None else rank + 1):
             for statistics, weight in self._weighted:
                 statistics.record_side(weight, right=side == rank)
@@ -123,13 +124,6 @@ class Speculation:
         if self._chances(2)[1] > self.alpha**count:
             for statistics, weight in self._weighted:
                 statistics.record_side(weight, right=False)
-
-    def _record_first(self, right: bool) -> None:
-        for parent in self._parents:
-            parent.record_deviation(self.statistics.alpha, _WORKLOAD_TOKEN, right=right)
-            parent.record_token(_WORKLOAD_TOKEN, right=right)
-        self.statistics.record_token(_SESSION, right=right)
-        self._right_in_a_row = self._right_in_a_row + 1 if right else 0
 
     def record_recovery(self, right: bool) -> None:
         for statistics, _ in self._weighted:
@@ -210,20 +204,25 @@ class Speculation:
             return max(1, self._most_width)
         if not self.shared.share_ns:
             return 1
-        price, width = self._token_price, 1
-        chances = self._chances(self._most_width or MAX_WIDTH)
-        while width < len(chances) and chances[width] >= price:
+        price, side, width = self._token_price, self._side, 1
+        chance = (1.0 - self.alpha) * side
+        while chance >= price and width < (self._most_width or MAX_WIDTH):
+            chance *= 1.0 - side
             width += 1
         return width
+
+    @property
+    def _side(self) -> float:
+        """Return the chance of a candidate if all likelier ones are wrong. The first is the likeliest."""
+        return min(self.statistics.side, self.alpha)
 
     def _chances(self, width: int) -> list[float]:
         """Return the chance of each candidate for a position, if all tokens before it were right.
 
         From the second on, each is right with the same chance if those before it are wrong. That fits lists
-        of the likeliest tokens under the noise that draft and target share. The first is the likeliest.
+        of the likeliest tokens under the noise that draft and target share.
         """
-        alpha = self.alpha
-        side = min(self.statistics.side, alpha)
+        alpha, side = self.alpha, self._side
         return [alpha, *((1.0 - alpha) * side * (1.0 - side) ** rank for rank in range(width - 1))]
 
     def _survivals(self) -> Iterator[float]:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import islice
 
 from galley.core.answer.answer import Answer
@@ -17,6 +16,31 @@ from galley.core.session.drafting import MAX_MISSES, remaining, usable_cache_len
 from galley.core.session.events import CacheMissed, CancelVerify, ExtendVerify, Slice, Verified, Verify
 from galley.core.session.round import VerifiedNodes
 from galley.core.trees import depths, kept
+
+
+class _SentHint:
+    """A hint that the target has, and of a tree the depth of each node: each verdict is compared with it."""
+
+    __slots__ = ("_depths", "hint")
+
+    def __init__(self, hint: Hint) -> None:
+        self.hint = hint
+        self._depths = depths(hint.parents, len(hint.draft_tokens)) if hint.parents else ()
+
+    def node_at(self, position: int, token: int | None) -> int | None:
+        """Return the first node for this position that has the token, or any if that is None."""
+        tokens, at = self.hint.draft_tokens, position - self.hint.position
+        if not self._depths:
+            return at if 0 <= at < len(tokens) and (token is None or token == tokens[at]) else None
+        nodes = (node for node, depth in enumerate(self._depths) if depth == at)
+        return next((node for node in nodes if token is None or token == tokens[node]), None)
+
+    def nodes_from(self, position: int) -> int:
+        """Return how many nodes are for this position or a later one."""
+        count, first = len(self.hint.draft_tokens), position - self.hint.position
+        if not self._depths:
+            return max(0, count - first)
+        return count if first <= 0 else sum([depth >= first for depth in self._depths])
 
 
 class OpenVerify:
@@ -33,16 +57,16 @@ class OpenVerify:
         self._has_credit = credit > 0
         self.hint_due = hint_due
         self.prefills = prefills
-        self._hints: list[Hint] = []
+        self._sent: list[_SentHint] = []
         self._has_trees = False
 
     def add_hint(self, hint: Hint) -> None:
         """Remember a hint that is sent; the target may use earlier ones until it arrives."""
-        self._hints.append(hint)
+        self._sent.append(_SentHint(hint))
         self._has_trees = self._has_trees or bool(hint.parents)
 
     def confirm(self, answer: Answer) -> None:
-        self._hints = [hint for hint in self._hints if _nodes_from(hint, len(answer.tokens))]
+        self._sent = [sent for sent in self._sent if sent.nodes_from(len(answer.tokens))]
 
     def tree(self, event: Verified, answer: Answer) -> VerifiedNodes | None:
         """Return the verified nodes of the latest hint that the verdict fits; None unless that is a tree.
@@ -50,8 +74,8 @@ class OpenVerify:
         Call it before they are confirmed. The target verifies the first nodes, but for those that a grammar
         forbids: then which of the others it verified is not known.
         """
-        for hint in reversed(self._hints if self._has_trees and event.trees else ()):
-            tail = remaining(hint, answer.tokens)
+        for sent in reversed(self._sent if self._has_trees and event.trees else ()):
+            tail = remaining(sent.hint, answer.tokens)
             path = tail.follow(event.tokens[: event.accepted])
             if len(path) < event.accepted or len(tail.draft_tokens) < event.verified:
                 continue
@@ -79,11 +103,10 @@ class OpenVerify:
 
     def _source(self, position: int, token: int | None) -> str:
         """Return the source of the latest hint with this token at the position; None: with any."""
-        for hint in reversed(self._hints):
-            at = position - hint.position
-            for node in _nodes_at(hint, at):
-                if node < len(hint.sources) and token in {None, hint.draft_tokens[node]}:
-                    return hint.sources[node]
+        for sent in reversed(self._sent):
+            node = sent.node_at(position, token)
+            if node is not None and node < len(sent.hint.sources):
+                return sent.hint.sources[node]
         return ""
 
     def violation(self, event: Verified, answer: Answer) -> str:
@@ -119,32 +142,12 @@ class OpenVerify:
         if answer.spec.grammar is not None:
             return event.verified <= answer.spec.k
         first = len(answer.tokens)
-        if event.verified > max((_nodes_from(hint, first) for hint in self._hints), default=0):
+        if event.verified > max((sent.nodes_from(first) for sent in self._sent), default=0):
             return False
         return all(
-            any(_has_token(hint, first + i, token) for hint in self._hints)
+            any(sent.node_at(first + i, token) is not None for sent in self._sent)
             for i, token in enumerate(event.tokens[: event.accepted])
         )
-
-
-def _has_token(hint: Hint, position: int, token: int) -> bool:
-    return any(hint.draft_tokens[node] == token for node in _nodes_at(hint, position - hint.position))
-
-
-def _nodes_at(hint: Hint, depth: int) -> Sequence[int]:
-    """Return the nodes of a hint for one position."""
-    count = len(hint.draft_tokens)
-    if not hint.parents:
-        return (depth,) if 0 <= depth < count else ()
-    return [node for node, at in enumerate(depths(hint.parents, count)) if at == depth]
-
-
-def _nodes_from(hint: Hint, position: int) -> int:
-    """Return how many nodes of a hint are for this position or a later one."""
-    count, first = len(hint.draft_tokens), position - hint.position
-    if not hint.parents:
-        return max(0, count - first)
-    return sum(depth >= first for depth in depths(hint.parents, count))
 
 
 class Verifying:
