@@ -46,7 +46,8 @@ from galley.stack.parts import draft_model_of
 from galley.stack.stack import Stack, StackOptions
 
 TEMPERATURES = (0.0, 0.7, 1.0)
-WIDTH = 4
+LISTS = 4
+WIDTH = 8
 FIRST_GOALS = {0.0: 0.70, 0.7: 0.60, 1.0: 0.42}
 PAIR_GOALS = {0.7: 0.75, 1.0: 0.50}
 TREE_GOAL, TREE_GOAL_AT = 1.3, 0.7
@@ -121,7 +122,7 @@ def examine(
         chances = [
             one
             for prompt, answer in (pairs if temperature else ())
-            for one in chances_of(answer, prompt, models.pair, temperature, WIDTH, rng)
+            for one in chances_of(answer, prompt, models.pair, temperature, LISTS, rng)
         ]
         own = Costs(lambda rows: times(rows) / times(1), models.walker.step_s * 1e9 / times(1))
         found.append(findings_of(temperature, of_prompts, walks, chances, {"gpu": GPU, "cpu": own}))
@@ -140,7 +141,7 @@ def findings_of(
     tokens = [token for answer in answers for token in answer]
     right = [
         [token in candidates[:most] for candidates, token in zip(listed, tokens, strict=True)]
-        for most in range(1, WIDTH + 1)
+        for most in range(1, LISTS + 1)
     ]
     chains, trees = [walk.chains for walk in walks], [walk.trees for walk in walks]
     return Findings(
@@ -151,7 +152,7 @@ def findings_of(
         optimal=float(np.mean([one.optimal for one in chances])) if chances else None,
         expected_lists=tuple(
             agreement(right[at], [one.lists[at] for one in chances], DRAWS)
-            for at in range(WIDTH if chances else 0)
+            for at in range(LISTS if chances else 0)
         ),
         forms={
             name: (cost.best(chains, CHAIN_TOKENS), cost.best(trees, TREE_NODES))
@@ -174,8 +175,8 @@ def goals_of(found: Findings) -> list[Goal]:
         goals.append(_agrees(f"list-{most}-{at:g}", what, expected))
     if at == TREE_GOAL_AT:
         chain, tree = found.forms["gpu"]
-        what = f"tree of {tree.draft_tokens} over chain of {chain.draft_tokens} draft tokens, rows at 0.4 %"
-        ratio = tree.tokens_per_step_time / chain.tokens_per_step_time
+        what = f"trees of {tree.draft_tokens} over chains of {chain.draft_tokens} draft tokens, rows at 0.4 %"
+        ratio = tree.speed / chain.speed
         goals.append(_least(f"tree-{at:g}", what, ratio, TREE_GOAL, at))
     return goals
 

@@ -1,51 +1,48 @@
 """Price proposals whose acceptance is known at every position of an answer.
 
-Steps that start at these positions are added up for any number of draft tokens: the first n nodes of a tree
-are the best tree of n nodes, and the first n tokens of a chain the chain of n.
+Steps that start at these positions are added up. A step verifies the first n draft tokens, or those that are
+likely enough to survive: of a tree, too, these are the first ones, and a tree themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 # A row of a GPU's step that is bound by bandwidth, as a share of a step of one row.
 GPU_ROW = 0.004
+_LEAST_SURVIVALS = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A proposal at one position of an answer: the accepted nodes in order, and the depths of all nodes."""
+    """A proposal at one position of an answer: the accepted nodes in order, and of all nodes two facts."""
 
     accepted: tuple[int, ...]
     depths: tuple[int, ...]
+    survival: tuple[float, ...]
 
 
-def tokens_per_time(
-    answers: Sequence[Sequence[Visit]], nodes: int, step: Callable[[int], float], draft_step: float
-) -> float:
-    """Return the tokens per time of steps that verify the first `nodes` draft tokens of each visit.
+def first(count: int, visit: Visit) -> int:
+    return min(count, len(visit.depths))
 
-    `step(rows)` is the time of a step, `draft_step` that of a step of the draft, of which a proposal takes as
-    many as it is deep.
-    """
-    tokens, time = 0, 0.0
-    for visits in answers:
-        at = 0
-        while at < len(visits):
-            depth = max(visits[at].depths[:nodes], default=-1)
-            time += step(1 + len(visits[at].depths[:nodes])) + draft_step * (depth + 1)
-            at += 1 + sum(node < nodes for node in visits[at].accepted)
-        tokens += len(visits)
-    return tokens / time
+
+def likely(least: float, visit: Visit) -> int:
+    """Return how many nodes survive with at least this probability."""
+    return sum(chance >= least for chance in visit.survival)
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The number of draft tokens that is best for a form of proposals, and the tokens a step's time then."""
+    """A way to choose what is verified, the mean number of draft tokens a step then, and the speed.
 
-    draft_tokens: int
-    tokens_per_step_time: float
+    The speed is in tokens for the time of a step of one row.
+    """
+
+    choice: str
+    draft_tokens: float
+    speed: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +50,33 @@ class Costs:
     """The times of a target's step by rows, and of a draft's step, in units of a target's step of one row."""
 
     step: Callable[[int], float]
-    draft_step: float
+    draft_step: float = 0.0
 
     def best(self, answers: Sequence[Sequence[Visit]], most: int) -> Best:
-        speeds = {n: tokens_per_time(answers, n, self.step, self.draft_step) for n in range(most + 1)}
-        best = max(speeds, key=lambda n: speeds[n])
-        return Best(best, round(speeds[best], 4))
+        """Return the fastest choice of at most `most` draft tokens a step."""
+        chosen = [self.run(f"first {n}", partial(first, n), answers) for n in range(most + 1)]
+        chosen += [
+            self.run(f"survival >= {least:g}", partial(likely, least), answers) for least in _LEAST_SURVIVALS
+        ]
+        return max(chosen, key=lambda one: one.speed)
+
+    def run(self, choice: str, count: Callable[[Visit], int], answers: Sequence[Sequence[Visit]]) -> Best:
+        """Add up steps that verify the first `count(visit)` draft tokens.
+
+        A proposal takes as many steps of the draft as it is deep.
+        """
+        tokens = steps = nodes = 0
+        time = 0.0
+        for visits in answers:
+            at = 0
+            while at < len(visits):
+                visit, verified = visits[at], count(visits[at])
+                deep = 1 + max(visit.depths[:verified], default=-1)
+                time += self.step(1 + verified) + self.draft_step * deep
+                nodes, steps = nodes + verified, steps + 1
+                at += 1 + sum(node < verified for node in visit.accepted)
+            tokens += len(visits)
+        return Best(choice, round(nodes / steps, 2), round(tokens / time, 4))
 
 
-GPU = Costs(lambda rows: 1 + GPU_ROW * (rows - 1), 0.0)
+GPU = Costs(lambda rows: 1 + GPU_ROW * (rows - 1))

@@ -93,7 +93,8 @@ def _job(
 
 def _visit(proposal: Proposal, rest: Sequence[int]) -> Visit:
     accepted = follow(proposal.tokens, proposal.parents, rest)
-    return Visit(tuple(accepted), tuple(depths(proposal.parents, len(proposal.tokens))))
+    all_depths = depths(proposal.parents, len(proposal.tokens))
+    return Visit(tuple(accepted), tuple(all_depths), tuple(proposal.survival))
 
 
 def _listed(proposal: TreeProposal) -> tuple[int, ...]:

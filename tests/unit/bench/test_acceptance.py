@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.acceptance.closed_form import agreement, list_chances, match_chance, optimal_chance
-from bench.acceptance.prices import Visit, tokens_per_time
+from bench.acceptance.prices import Costs, Visit, first, likely
 
 
 @settings(max_examples=60)
@@ -62,8 +64,14 @@ def test_measured_acceptance_agrees_within_its_sampling_interval_only() -> None:
 
 
 def test_a_visit_costs_its_rows_and_its_drafting_and_gains_what_is_accepted() -> None:
-    visits = [Visit(accepted=(0, 2), depths=(0, 0, 1))] * 7
+    answers = [[Visit(accepted=(0, 2), depths=(0, 0, 1), survival=(0.6, 0.3, 0.2))] * 7]
+    free, drafted = Costs(float), Costs(float, draft_step=0.5)
     # One node, then two tokens a step; three nodes, then three tokens, but for the end.
-    assert tokens_per_time([visits], 1, float, 0.0) == pytest.approx(7 / (3 * 2 + 2))
-    assert tokens_per_time([visits], 3, float, 0.5) == pytest.approx(7 / (3 * (4 + 1)))
-    assert tokens_per_time([visits], 0, float, 0.5) == 1.0
+    assert free.run("", partial(first, 1), answers).speed == pytest.approx(7 / (3 * 2 + 2), abs=1e-4)
+    assert drafted.run("", partial(first, 3), answers).speed == pytest.approx(7 / (3 * (4 + 1)), abs=1e-4)
+    assert drafted.run("", partial(first, 0), answers).speed == 1.0
+    likely_ones = free.run("", partial(likely, 0.3), answers)
+    assert likely_ones.draft_tokens == 2.0
+    assert likely_ones.speed == pytest.approx(7 / (4 * 3), abs=1e-4)
+    assert free.best(answers, 3).choice == "first 0"
+    assert Costs(lambda _: 1.0).best(answers, 3).choice == "first 3"
