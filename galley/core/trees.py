@@ -142,7 +142,7 @@ def subtree(parents: Sequence[int], count: int, node: int) -> tuple[list[int], P
 
 
 def kept(parents: Sequence[int], nodes: Sequence[int]) -> Parents:
-    """Return the parents of `nodes` among themselves: those of each, up to the root, must be of them."""
+    """Return the parents of `nodes` among themselves. `nodes` must hold the parent of each of its nodes."""
     place = {node: index for index, node in enumerate(nodes)} | {ROOT: ROOT}
     return simplified([place[parent_of(parents, node)] for node in nodes])
 

@@ -397,7 +397,11 @@ def takes_trees(model: CausalModel, whole: Tensor, *, deterministic: bool) -> bo
     """
     try:
         kept = keeps_bits_in_tree(model, whole)
-    except RuntimeError as error:  # torch's compiler raises it
+    except RuntimeError as error:
+        from torch._dynamo.exc import TorchDynamoException  # noqa: PLC0415  # slow to load
+
+        if not isinstance(error, TorchDynamoException):
+            raise
         _LOG.warning("attention to trees not compiled; taking chains", error=str(error))
         return False
     return kept or not deterministic

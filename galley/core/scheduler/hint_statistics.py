@@ -38,9 +38,9 @@ class AcceptanceEstimate:
     verified or not, so that drafts that become good again are noticed. `bias` is how much more often tokens
     are right than the draft predicted.
 
-    All this is of the first candidate for a position. The others, its sides, are seldom right, so they have a
-    factor in place of a bias: how many were right for each that the draft predicted. `sides` counts both,
-    over about the last 50 positions.
+    These three are about the first candidate for a position. The other candidates are its sides. They are
+    seldom right, so they have a factor in place of a bias: how many were right for each that the draft
+    predicted. `sides` counts both, over about the last 50 positions.
     """
 
     __slots__ = ("_overall", "_seen", "alpha", "bias", "recovery", "sides")

@@ -126,7 +126,7 @@ class SharedStatistics:
     token adds to the step. `confirmed_per_step` counts one session's tokens. `latency_ns` is the time from
     requesting a proposal to receiving it; `message_ns` is that time without computing. Where drafts share
     cores with the target, a nanosecond of their work takes `contention` of one from it. `first_requests`
-    counts requests until a step is recorded. The last target `takes_trees`, or chains alone.
+    counts requests until a step is recorded. `takes_trees`: the last target verifies trees.
     """
 
     def __init__(self) -> None:

@@ -66,7 +66,7 @@ class Verified:
 
     With `more`, further verdicts follow. `sessions` is the number of sessions in the step; `fingerprint`
     names the target build; `cache_len` is `kv_len` of `galley.core.scheduler.messages.Confirmed`, which
-    explains the rest. A target without `trees` was sent the main paths of trees.
+    explains the rest. `trees` is False if the target was sent chains, the main paths of trees.
     """
 
     request_id: int

@@ -17,8 +17,8 @@ class OracleStrategy:
     """Know whole sessions, prompt and answer, from `answers`: one JSON object {"tokens": [...]} a line.
 
     A token is replaced by a wrong one with probability `spoil`. The noise of (seed, position) decides, so the
-    result is the same for every k and repetition. In a tree the right token is the one of rank r with
-    probability spoil^r (1 - spoil). New lines of the file are read when a session has no match.
+    result is the same for every k and repetition. In a tree the candidate of rank r is the right
+    one with probability spoil^r (1 - spoil). New lines of the file are read when a session has no match.
     """
 
     def __init__(self, answers: Path, spoil: float) -> None:

@@ -27,7 +27,7 @@ class EngineInfo:
 
     `fingerprint` names its build, `weights_digest` the model's files, which are in `directory`; empty if
     unknown. `lora_adapters` names the LoRA adapters that a request may choose; the fingerprint covers their
-    weights. It verifies `trees` of draft tokens, or of each a chain.
+    weights. `trees` is True if the engine verifies trees; otherwise it verifies their main paths.
     """
 
     model: str
