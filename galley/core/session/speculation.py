@@ -48,6 +48,8 @@ _PROBES_IN_ADVANCE = 8
 # Weight of the token after a wrong one: large, because few are seen and drafts that copy differ from others.
 _RECOVERY_WEIGHT = 0.15
 _RECOVERS = 0.5
+# Weight of a chain where a tree was requested: large, because a draft that makes no trees never does.
+_CHAIN_WEIGHT = 0.15
 # Requested while nothing is known; and how many requests are made before a step was measured: many sessions
 # may start at once.
 _FIRST_TOKENS = 4
@@ -122,8 +124,8 @@ class Speculation:
         If a second candidate had been likelier than the last of them, the draft makes no trees.
         """
         if self._chances(2)[1] > self.alpha**count:
-            for statistics, weight in self._weighted:
-                statistics.record_side(weight, right=False)
+            for statistics, _ in self._weighted:
+                statistics.record_side(_CHAIN_WEIGHT, right=False)
 
     def record_recovery(self, right: bool) -> None:
         for statistics, _ in self._weighted:

@@ -93,9 +93,9 @@ def test_a_target_that_takes_chains_alone_gets_chains() -> None:
 def test_a_draft_that_answers_with_chains_is_asked_for_chains() -> None:
     here = measured(0.02, first=0.5, side=0.4)
     assert requested_width(here) > 1
-    for _ in range(80):
+    for _ in range(20):
         here.record_chain(8)
-    assert requested_width(here) == 1
+    assert requested_width(here) == 1, "after few proposals, because the answer may be short"
 
 
 def test_a_chain_of_likely_tokens_is_no_sign_of_a_draft_without_trees() -> None:
