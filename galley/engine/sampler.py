@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from galley.core.errors import GalleyError
-from galley.core.noise import gumbel, words
-from galley.core.step import Draw, Sampled
+from galley.core.step import Draw
 from galley.engine.cuda import sampling as device_sampling
 from galley.engine.load.draft_directory import ReducedHead
 from galley.engine.masking import Mask, without_early_end
@@ -18,8 +17,8 @@ from galley.engine.sampling import draw as host_sampling
 from galley.engine.sampling import guessing
 from galley.engine.sampling.allowed import constrain
 from galley.engine.sampling.draw import Outcome
-from galley.engine.sampling.guessing import ListedToken, ListOutcome
-from galley.engine.sampling.layout import is_plain, kernel_temperature
+from galley.engine.sampling.guessing import ListOutcome
+from galley.engine.sampling.layout import is_plain, masked_positions
 
 
 def draw_all(logits: Tensor, draws: Sequence[Draw]) -> list[Outcome]:
@@ -75,45 +74,35 @@ def list_tokens(
 ) -> list[ListOutcome]:
     """Return the first `count` candidates of each draw, as far as there are any; `guess` draws the first one.
 
-    `logits` and `draws` are those of `guess`. A row without a finite maximum gives Broken.
+    `logits` and `draws` are those of `guess`. A row without a finite maximum gives Broken. Penalties and
+    biases change the first candidate only: to draw the others with them would take a draw each.
     """
-    plain = [i for i, draw in enumerate(draws) if is_plain(draw)]
-    others = [i for i, draw in enumerate(draws) if not is_plain(draw)]
     columns = None if head is None else head.columns
-    rows = host_sampling.host_rows(logits.cpu())[plain]
-    found = guessing.list_rows(rows, [draws[i] for i in plain], columns, count) if plain else []
+    plain = [draw if is_plain(draw) else _plain(draw) for draw in draws]
+    listed = guessing.list_rows(host_sampling.host_rows(logits.cpu()), plain, columns, count)
+    others = [i for i, draw in enumerate(draws) if not is_plain(draw)]
     if others:
-        whole = logits[others] if head is None else head.spread(logits[others])
-        found += _list_in_turn(whole, [draws[i] for i in others], count)
-    order = {row: at for at, row in enumerate((*plain, *others))}
-    return [found[order[row]] for row in range(len(draws))]
+        outcomes, _ = guess(logits[others], [draws[i] for i in others], head)
+        for i, outcome in zip(others, outcomes, strict=True):
+            listed[i] = _after_first(outcome, listed[i], draws[i], count)
+    return listed
 
 
-def _list_in_turn(rows: Tensor, draws: Sequence[Draw], count: int) -> list[ListOutcome]:
-    """Draw a token from each row, then another one without it, and so on."""
-    left = constrain(rows, draws, range(len(draws))).clone()
-    free = [replace(draw, allowed=None) for draw in draws]
-    first = outcomes = draw_all(left, free)
-    tokens: list[list[int]] = [[] for _ in draws]
-    for _ in range(guessing.LISTED):
-        for row, outcome in enumerate(outcomes):
-            if isinstance(outcome, Sampled):
-                tokens[row] += outcome.tokens
-                left[row, outcome.tokens[0]] = -torch.inf
-        outcomes = draw_all(left, free)
-    return [
-        of if isinstance(of, GalleyError) else _weighed(row, draw, drawn)[:count]
-        for of, row, draw, drawn in zip(first, rows, draws, tokens, strict=True)
-    ]
+def _plain(draw: Draw) -> Draw:
+    """Return the draw without what makes its tokens depend on more than logits, filters and noise."""
+    params = replace(
+        draw.params, frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0, logit_bias={}
+    )
+    return replace(draw, params=params, min_tokens=0, logprobs=None)
 
 
-def _weighed(row: Tensor, draw: Draw, tokens: list[int]) -> list[ListedToken]:
-    """Return the tokens with weights that leave penalties and biases out."""
-    logits = row[tokens].double().cpu()
-    if draw.params.is_greedy:
-        weights = torch.exp(logits - torch.logsumexp(row.double(), 0).cpu())
-    else:
-        noise = torch.from_numpy(gumbel(words(draw.params.seed, len(draw.history), tokens)))
-        scores = logits / kernel_temperature(draw.params) + noise
-        weights = torch.softmax(scores / guessing.SOFTNESS, 0)
-    return list(zip(tokens, weights.tolist(), strict=True))
+def _after_first(first: Outcome, listed: ListOutcome, draw: Draw, count: int) -> ListOutcome:
+    """Return the list with the token `first` before all others, without stop tokens that are masked."""
+    if isinstance(first, GalleyError):
+        return first
+    if isinstance(listed, GalleyError):
+        return listed
+    (token,) = first.tokens
+    masked = draw.stop_token_ids if masked_positions(draw) else frozenset()
+    others = [one for one in listed if one[0] != token and one[0] not in masked]
+    return [(token, dict(listed).get(token, listed[0][1])), *others][:count]

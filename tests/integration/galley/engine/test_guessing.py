@@ -127,7 +127,7 @@ def test_a_list_begins_with_the_guess_and_goes_on_by_logit_and_noise(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("path", [{}, {"logit_bias": {5: 0.0}}], ids=["plain", "in turn"])
+@pytest.mark.parametrize("path", [{}, {"logit_bias": {5: 0.0}}], ids=["plain", "biased"])
 def test_weights_of_a_list_say_how_near_its_candidates_are(temperature: float, path: dict[str, Any]) -> None:
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(6))
     own = draw(temperature=temperature, seed=4, **path)
@@ -172,6 +172,12 @@ def test_draws_with_history_use_the_whole_vocabulary() -> None:
     assert isinstance(outcomes[0], Sampled)
     assert outcomes[0].tokens != (best,)
     assert confidences == pytest.approx(torch.softmax(logits, -1).amax(-1).tolist())
+    lists = listed(list_tokens(logits, draws, head, 4))
+    assert [tokens[:1] for tokens in lists] == [
+        list(outcome.tokens) for outcome in outcomes if isinstance(outcome, Sampled)
+    ]
+    assert all(len(set(tokens)) == len(tokens) >= 3 for tokens in lists)
+    assert draws[2].stop_token_ids.isdisjoint(lists[2])
 
 
 def test_a_model_that_knows_all_tokens_needs_no_head() -> None:
