@@ -176,7 +176,7 @@ def test_a_step_without_logits_and_one_of_many_parts(directory: Path, target: Pa
 
 
 SPOILT: dict[str, tuple[Callable[[Draft], object], str]] = {
-    "another format": (lambda d: d.section.update(format=2), r"format must be 1, got 2"),
+    "another format": (lambda d: d.section.update(format=3), r"format must be 1, got 3"),
     "no format": (lambda d: d.config.update(galley_draft="yes"), r"format must be 1, got 'yes'"),
     "tied": (lambda d: d.config.update(tie_word_embeddings=True), "tie_word_embeddings false"),
     "another family": (lambda d: d.config.update(model_type="qwen2"), "must be a llama"),

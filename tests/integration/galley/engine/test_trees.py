@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.exc import TorchDynamoException
 
 from galley.core.errors import Broken
 from galley.core.kv.blocks import BLOCK_TOKENS
@@ -132,10 +133,17 @@ def test_trees_that_do_not_compile_are_not_taken(
     assert load(directory, kv_blocks=BLOCKS).info.trees, "nothing is promised that they would break"
 
     def fail(*_: object) -> list[list[int]]:
-        raise RuntimeError("no compiler")
+        raise TorchDynamoException("no compiler")
 
     monkeypatch.setattr(pages, "slots_of_paths", fail)
     assert not load(directory, kv_blocks=BLOCKS).info.trees
+
+    def lack_memory(*_: object) -> list[list[int]]:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(pages, "slots_of_paths", lack_memory)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        load(directory, kv_blocks=BLOCKS)
 
 
 def test_a_tree_fed_step_by_step_is_the_tree_fed_at_once(make_model: MakeModel) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from galley.core.step import StepChunk, StepTrace
+from galley.core.step import StepChunk, StepTrace, TokenMove
 from galley.engine.model import CausalModel
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -48,6 +48,8 @@ class Other:
         chunks: Sequence[StepChunk],
         copies: Sequence[tuple[int, int]] = (),
         watch: StepTrace | None = None,
+        *,
+        moves: Sequence[TokenMove] = (),
     ) -> Tensor:
         self.ran += 1
         if watch is not None:
