@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -17,6 +18,7 @@ from galley.stack.parts import python_module, stack_parts
 from galley.stack.stack import Stack, StackDirs, StackOptions
 from tests.fakes.certificates import Mounted
 from tests.fakes.tiny_model import CONTEXT, save_tiny_model
+from tests.fakes.vocabularies import save_ascii_tokenizer
 
 # Greedy, a model of random weights soon repeats itself: lookup is right then.
 PROMPT = [5, 9, 2, 33, 5, 9, 2, 33, 5, 9]
@@ -33,6 +35,7 @@ async def monitored_stack(
     `flags` are further ones of gateways and targets.
     """
     model = str(save_tiny_model(folder / "tiny"))
+    save_ascii_tokenizer(folder / "tiny")  # grammars need one that spells every text
     served = ("--metrics-port", "0", "--tls-cert-file", files.cert, "--tls-key-file", files.key)
     peers = ("--peer-ca-file", files.ca, "--peer-cert-file", files.cert, "--peer-key-file", files.key)
     targets = [f"target-{index}" for index in range(replicas)]
@@ -70,17 +73,19 @@ async def monitored_stack(
 
 
 async def traffic(client: AsyncClient, workload: str = "w", prompt: Sequence[int] = PROMPT) -> None:
-    """Request answers with and without drafts, resume one, and have a request refused."""
+    """Request answers with and without drafts, resume one, and have a request and grammars refused."""
     # At other temperatures the tiny model may draw the token that poisons it.
     greedy = partial(client.stream, list(prompt), temperature=0.0)
     most = CONTEXT - len(prompt)
-    while True:
+    for count in itertools.count():
         await read(greedy(max_tokens=most, ignore_eos=True, workload=workload, speculation=FIXED))
         plain = greedy(max_tokens=8, ignore_eos=True, speculation=Speculation(off=True))
         await read(plain)
         await read(client.resume(plain.session_id, 4))
         with pytest.raises(GalleyRpcError):
             await read(greedy(max_tokens=0))
+        with pytest.raises(GalleyRpcError):  # each is compiled once
+            await read(greedy(max_tokens=8, regex=f"({count}"))
 
 
 async def read(stream: AsyncStream) -> None:
