@@ -131,19 +131,21 @@ def candidates_after(parents: Sequence[int], count: int, node: int) -> Sequence[
 
 def subtree(parents: Sequence[int], count: int, node: int) -> tuple[list[int], Parents]:
     """Return the nodes below `node`, in order, and their parents among themselves."""
-    kept = {node: ROOT}
+    below = {node}
+    nodes: list[int] = []
     for other in range(node + 1, count):
-        if parent_of(parents, other) in kept:
-            kept[other] = len(kept) - 1
-    del kept[node]
-    return list(kept), simplified(
-        [ROOT if (parent := parent_of(parents, other)) == node else kept[parent] for other in kept]
-    )
+        if parent_of(parents, other) in below:
+            below.add(other)
+            nodes.append(other)
+    return nodes, kept(parents, nodes, node)
 
 
-def kept(parents: Sequence[int], nodes: Sequence[int]) -> Parents:
-    """Return the parents of `nodes` among themselves. `nodes` must hold the parent of each of its nodes."""
-    place = {node: index for index, node in enumerate(nodes)} | {ROOT: ROOT}
+def kept(parents: Sequence[int], nodes: Sequence[int], root: int = ROOT) -> Parents:
+    """Return the parents of `nodes` among themselves, with `root` as their root.
+
+    `nodes` must hold the parent of each of its nodes, unless that is the root.
+    """
+    place = {node: index for index, node in enumerate(nodes)} | {root: ROOT}
     return simplified([place[parent_of(parents, node)] for node in nodes])
 
 
@@ -167,6 +169,4 @@ def best_first(parents: Sequence[int], survival: Sequence[float]) -> tuple[list[
         parent = parent_of(parents, node)
         likely.append(reached if parent == ROOT else min(reached, likely[parent]))
     order = sorted(range(len(likely)), key=lambda node: -likely[node])
-    place = {node: index for index, node in enumerate(order)} | {ROOT: ROOT}
-    moved = simplified([place[parent_of(parents, node)] for node in order])
-    return order, moved, [likely[node] for node in order]
+    return order, kept(parents, order), [likely[node] for node in order]
