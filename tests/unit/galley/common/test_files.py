@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -210,13 +211,21 @@ class Hanging:
         self.hangs = True
         self._watched.write("new")
 
+    def end(self) -> None:
+        """Let the check end and wait for it: a later test would see what its thread logs."""
+        self.hangs = False
+        self.resume.set()
+        until_s = time.monotonic() + PATIENCE_S
+        while self.files.current() == ["old"] and time.monotonic() < until_s:
+            pass
+
 
 @pytest.fixture
 def hanging(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
     monkeypatch.setattr(files_module, "_CHECK_PATIENCE_S", 0.02)
     made = Hanging(watched)
     yield made
-    made.resume.set()
+    made.end()
 
 
 async def test_a_mount_that_hangs_delays_callers_briefly_and_holds_no_event_loop(hanging: Hanging) -> None:
