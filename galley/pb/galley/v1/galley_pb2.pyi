@@ -1036,6 +1036,8 @@ class SpeculationStats(_message.Message):
     SOURCES_FIELD_NUMBER: _builtins.int
     ACCEPTED_BY_RANK_FIELD_NUMBER: _builtins.int
     VERIFIED_BY_RANK_FIELD_NUMBER: _builtins.int
+    PROPOSALS_FIELD_NUMBER: _builtins.int
+    PROPOSALS_WITH_FEATURES_FIELD_NUMBER: _builtins.int
     rounds: _builtins.int
     drafted: _builtins.int
     """Draft tokens that were sent to the target, that it verified, and that it accepted."""
@@ -1054,6 +1056,11 @@ class SpeculationStats(_message.Message):
     cancelled: _builtins.int
     exposed_draft_ns: _builtins.int
     """Time in which the target waited for the draft: without credit for proposals, with credit while it lingered for hints."""
+    proposals: _builtins.int
+    """Number of proposals of draft replicas, and of those that read the target's state of the token before the last
+    confirmed one.
+    """
+    proposals_with_features: _builtins.int
     @_builtins.property
     def orchestration_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """For each round: its duration less the computing times of draft and target; with credit, the wait for the verdict
@@ -1097,10 +1104,12 @@ class SpeculationStats(_message.Message):
         sources: _abc.Iterable[Global___SourceStats] | None = ...,
         accepted_by_rank: _abc.Iterable[_builtins.int] | None = ...,
         verified_by_rank: _abc.Iterable[_builtins.int] | None = ...,
+        proposals: _builtins.int = ...,
+        proposals_with_features: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "accepted_at", b"accepted_at", "accepted_by_rank", b"accepted_by_rank", "cancelled", b"cancelled", "draft_compute_ns", b"draft_compute_ns", "draft_ns", b"draft_ns", "drafted", b"drafted", "exposed_draft_ns", b"exposed_draft_ns", "orchestration_ns", b"orchestration_ns", "proposed", b"proposed", "round_ns", b"round_ns", "rounds", b"rounds", "sources", b"sources", "verified", b"verified", "verified_at", b"verified_at", "verified_by_rank", b"verified_by_rank", "verify_compute_ns", b"verify_compute_ns", "verify_ns", b"verify_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "accepted_at", b"accepted_at", "accepted_by_rank", b"accepted_by_rank", "cancelled", b"cancelled", "draft_compute_ns", b"draft_compute_ns", "draft_ns", b"draft_ns", "drafted", b"drafted", "exposed_draft_ns", b"exposed_draft_ns", "orchestration_ns", b"orchestration_ns", "proposals", b"proposals", "proposals_with_features", b"proposals_with_features", "proposed", b"proposed", "round_ns", b"round_ns", "rounds", b"rounds", "sources", b"sources", "verified", b"verified", "verified_at", b"verified_at", "verified_by_rank", b"verified_by_rank", "verify_compute_ns", b"verify_compute_ns", "verify_ns", b"verify_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1373,19 +1382,24 @@ class ProposeItem(_message.Message):
     FEATURES_FIELD_NUMBER: _builtins.int
     AHEAD_FIELD_NUMBER: _builtins.int
     WIDTH_FIELD_NUMBER: _builtins.int
+    FEATURES_POSITION_FIELD_NUMBER: _builtins.int
     k: _builtins.int
     """Maximum number of draft tokens."""
     strategy: _builtins.str
     """Empty: the replica's default."""
     workload: _builtins.str
     features: _builtins.bytes
-    """Reserved: hidden states of the target, for drafts that use them."""
+    """States of the target, as in VerifyResult.features, of confirmed tokens. Only to drafts whose GetDraftInfo has
+    feature_layers. May be empty: a draft never waits for them.
+    """
     ahead: _builtins.int
     """Number of tokens at the end of the slice that are draft tokens without a verdict. The draft continues from them but
     does not learn from them. Less than the tokens of the session: the first one is confirmed.
     """
     width: _builtins.int
     """Most draft tokens for one position, that is, children of one node. 0 or 1: the response is a chain."""
+    features_position: _builtins.int
+    """Position of the first token that `features` has states of."""
     @_builtins.property
     def slice(self) -> Global___SessionSlice: ...
     def __init__(
@@ -1398,10 +1412,11 @@ class ProposeItem(_message.Message):
         features: _builtins.bytes = ...,
         ahead: _builtins.int = ...,
         width: _builtins.int = ...,
+        features_position: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slice", b"slice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "features", b"features", "k", b"k", "slice", b"slice", "strategy", b"strategy", "width", b"width", "workload", b"workload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "features", b"features", "features_position", b"features_position", "k", b"k", "slice", b"slice", "strategy", b"strategy", "width", b"width", "workload", b"workload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1420,6 +1435,7 @@ class ProposeResult(_message.Message):
     BATCH_SESSIONS_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
     PARENTS_FIELD_NUMBER: _builtins.int
+    USED_FEATURES_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """The draft tokens are for positions [position, position + len) after a prefix with this hash."""
     prefix_hash: _builtins.bytes
@@ -1427,6 +1443,8 @@ class ProposeResult(_message.Message):
     """Number of tokens of this session in the replica's cache."""
     batch_sessions: _builtins.int
     """Mean number of sessions in the draft's steps for this request."""
+    used_features: _builtins.bool
+    """True if the draft read the target's state of the token before the last confirmed one."""
     @_builtins.property
     def draft_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1457,10 +1475,11 @@ class ProposeResult(_message.Message):
         batch_sessions: _builtins.int = ...,
         sources: _abc.Iterable[Global___SourceRun] | None = ...,
         parents: _abc.Iterable[_builtins.int] | None = ...,
+        used_features: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_sessions", b"batch_sessions", "draft_tokens", b"draft_tokens", "kv_len", b"kv_len", "parents", b"parents", "position", b"position", "prefix_hash", b"prefix_hash", "sources", b"sources", "survival", b"survival", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_sessions", b"batch_sessions", "draft_tokens", b"draft_tokens", "kv_len", b"kv_len", "parents", b"parents", "position", b"position", "prefix_hash", b"prefix_hash", "sources", b"sources", "survival", b"survival", "timing", b"timing", "used_features", b"used_features"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1671,16 +1690,23 @@ class GetDraftInfoResponse(_message.Message):
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
+    FEATURE_LAYERS_FIELD_NUMBER: _builtins.int
+    FEATURE_SIZE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     tokenizer_hash: _builtins.str
     default_strategy: _builtins.str
     incarnation: _builtins.str
     max_draft_tokens: _builtins.int
     vocab_size: _builtins.int
+    feature_size: _builtins.int
     @_builtins.property
     def strategies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def host(self) -> Global___Host: ...
+    @_builtins.property
+    def feature_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The draft reads the target's states after these layers, with feature_size numbers each. Empty: it reads none."""
+
     def __init__(
         self,
         *,
@@ -1692,10 +1718,12 @@ class GetDraftInfoResponse(_message.Message):
         max_draft_tokens: _builtins.int = ...,
         vocab_size: _builtins.int = ...,
         host: Global___Host | None = ...,
+        feature_layers: _abc.Iterable[_builtins.int] | None = ...,
+        feature_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_strategy", b"default_strategy", "host", b"host", "incarnation", b"incarnation", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "strategies", b"strategies", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_strategy", b"default_strategy", "feature_layers", b"feature_layers", "feature_size", b"feature_size", "host", b"host", "incarnation", b"incarnation", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "strategies", b"strategies", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1743,6 +1771,7 @@ class VerifyItem(_message.Message):
     HINT_DUE_FIELD_NUMBER: _builtins.int
     MAX_VERIFIED_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
+    FEATURE_LAYERS_FIELD_NUMBER: _builtins.int
     credit: _builtins.int
     """Credit: how many further tokens the target may confirm after the first result, without a new request. On a stream
     they arrive as further results, the last of which has `more` unset. Ignored in unary calls.
@@ -1750,7 +1779,9 @@ class VerifyItem(_message.Message):
     logprobs: _builtins.int
     """If set: return logprobs, with this many most likely tokens."""
     want_features: _builtins.bool
-    """Reserved: return hidden states. Refused with UNIMPLEMENTED."""
+    """True: results carry the target's states after feature_layers. Refused with UNIMPLEMENTED by targets whose
+    GetTargetInfo has no feature_size.
+    """
     hint_due: _builtins.bool
     """True if a hint for this request is being drafted. The target may then linger."""
     max_verified: _builtins.int
@@ -1771,6 +1802,10 @@ class VerifyItem(_message.Message):
     def survival(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """For each draft token: the estimated probability that it and all before it are accepted. May be empty."""
 
+    @_builtins.property
+    def feature_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """With want_features: 1 to 4 rising numbers of layers, in [1, feature_layers of GetTargetInfo]."""
+
     def __init__(
         self,
         *,
@@ -1784,10 +1819,11 @@ class VerifyItem(_message.Message):
         hint_due: _builtins.bool = ...,
         max_verified: _builtins.int = ...,
         lora: _builtins.str = ...,
+        feature_layers: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "slice", b"slice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "credit", b"credit", "draft_tokens", b"draft_tokens", "hint_due", b"hint_due", "logprobs", b"logprobs", "lora", b"lora", "max_verified", b"max_verified", "parents", b"parents", "slice", b"slice", "survival", b"survival", "want_features", b"want_features"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "credit", b"credit", "draft_tokens", b"draft_tokens", "feature_layers", b"feature_layers", "hint_due", b"hint_due", "logprobs", b"logprobs", "lora", b"lora", "max_verified", b"max_verified", "parents", b"parents", "slice", b"slice", "survival", b"survival", "want_features", b"want_features"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -1899,6 +1935,7 @@ class VerifyResult(_message.Message):
     KV_REUSED_FIELD_NUMBER: _builtins.int
     PLAIN_NS_FIELD_NUMBER: _builtins.int
     BATCH_ROWS_FIELD_NUMBER: _builtins.int
+    FEATURES_POSITION_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """Position of tokens[0]."""
     accepted: _builtins.int
@@ -1908,7 +1945,10 @@ class VerifyResult(_message.Message):
     """Number of tokens of this session in the replica's KV cache."""
     fingerprint: _builtins.str
     features: _builtins.bytes
-    """Reserved."""
+    """If wanted: states (the sum of the residual stream, before any norm) of consecutive tokens whose rows were in the step,
+    after each of feature_layers: bfloat16, little-endian, [tokens, layers, feature_size]. The last is of the token before
+    the last one of `tokens`, which has no row yet. Of a prompt: its last 64 tokens at most.
+    """
     batch_sessions: _builtins.int
     """Number of sessions in the step."""
     more: _builtins.bool
@@ -1925,6 +1965,8 @@ class VerifyResult(_message.Message):
     """Estimated timing.compute_ns of the step without draft tokens."""
     batch_rows: _builtins.int
     """Number of rows in the step, over all sessions."""
+    features_position: _builtins.int
+    """Position of the first token that `features` has states of."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Confirmed tokens: `accepted` draft tokens, then at most one of the target's own."""
@@ -1955,10 +1997,11 @@ class VerifyResult(_message.Message):
         kv_reused: _builtins.int = ...,
         plain_ns: _builtins.int = ...,
         batch_rows: _builtins.int = ...,
+        features_position: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "batch_rows", b"batch_rows", "batch_sessions", b"batch_sessions", "batch_span", b"batch_span", "features", b"features", "fingerprint", b"fingerprint", "kv_len", b"kv_len", "kv_reused", b"kv_reused", "logprobs", b"logprobs", "more", b"more", "plain_ns", b"plain_ns", "position", b"position", "prefill_ns", b"prefill_ns", "row_ns", b"row_ns", "timing", b"timing", "tokens", b"tokens", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "batch_rows", b"batch_rows", "batch_sessions", b"batch_sessions", "batch_span", b"batch_span", "features", b"features", "features_position", b"features_position", "fingerprint", b"fingerprint", "kv_len", b"kv_len", "kv_reused", b"kv_reused", "logprobs", b"logprobs", "more", b"more", "plain_ns", b"plain_ns", "position", b"position", "prefill_ns", b"prefill_ns", "row_ns", b"row_ns", "timing", b"timing", "tokens", b"tokens", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2135,6 +2178,8 @@ class GetTargetInfoResponse(_message.Message):
     HOST_FIELD_NUMBER: _builtins.int
     GRAMMAR_KINDS_FIELD_NUMBER: _builtins.int
     TREES_FIELD_NUMBER: _builtins.int
+    FEATURE_SIZE_FIELD_NUMBER: _builtins.int
+    FEATURE_LAYERS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     tokenizer_hash: _builtins.str
     context_window: _builtins.int
@@ -2157,6 +2202,9 @@ class GetTargetInfoResponse(_message.Message):
     """Hash of config.json and of all weights, in hex. Empty: unknown."""
     trees: _builtins.bool
     """True if the target takes VerifyItem.parents and Hint.parents. Others are sent chains. It may verify a chain of a tree."""
+    feature_size: _builtins.int
+    """Numbers in a state that VerifyItem.want_features asks for, and the model's layers. 0: it sends none."""
+    feature_layers: _builtins.int
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The model's own end tokens."""
@@ -2202,10 +2250,12 @@ class GetTargetInfoResponse(_message.Message):
         host: Global___Host | None = ...,
         grammar_kinds: _abc.Iterable[_builtins.str] | None = ...,
         trees: _builtins.bool = ...,
+        feature_size: _builtins.int = ...,
+        feature_layers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_window", b"context_window", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "grammar_kinds", b"grammar_kinds", "host", b"host", "incarnation", b"incarnation", "kv_block_tokens", b"kv_block_tokens", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "lora_adapters", b"lora_adapters", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "queue_depth", b"queue_depth", "ranks", b"ranks", "row_costs", b"row_costs", "tokenizer_hash", b"tokenizer_hash", "trees", b"trees", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_window", b"context_window", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "feature_layers", b"feature_layers", "feature_size", b"feature_size", "fingerprint", b"fingerprint", "grammar_kinds", b"grammar_kinds", "host", b"host", "incarnation", b"incarnation", "kv_block_tokens", b"kv_block_tokens", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "lora_adapters", b"lora_adapters", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "queue_depth", b"queue_depth", "ranks", b"ranks", "row_costs", b"row_costs", "tokenizer_hash", b"tokenizer_hash", "trees", b"trees", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
