@@ -81,6 +81,9 @@ class StepChunk:
     The last len(parents) tokens are a tree (`galley/core/trees.py`): they lie in slots [root, start +
     len(tokens)), one behind the other, and the position of one is `root` plus its depth. It sees the tokens
     before `root`, its ancestors and itself. A tree may begin before `start`: that part has KV already.
+
+    The states of the last `feature_rows` rows are wanted after `feature_layers` (`galley/core/features.py`),
+    possibly of more rows than logits. No layers: of none.
     """
 
     start: int
@@ -90,6 +93,8 @@ class StepChunk:
     draw: Draw | None = None
     key: SessionKey = (b"", "")
     parents: Parents = CHAIN
+    feature_layers: tuple[int, ...] = ()
+    feature_rows: int = 0
 
     @property
     def root(self) -> int:
@@ -128,10 +133,14 @@ class Sampled:
 
     If the logits after accepted draft tokens have no finite maximum, the last of `tokens` is the last of
     these draft tokens.
+
+    `states` is of consecutive tokens, those of the wanted rows whose tokens are confirmed now; the last is of
+    the token before the last of `tokens`. Empty if none were wanted.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[PositionLogprobs, ...] = ()
+    states: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
