@@ -43,7 +43,8 @@ class Proposed:
     `survival[i]` is the estimated chance that token i and all before it on its path are accepted; empty if
     unknown. `sessions` is the mean number of sessions in the draft's steps. `max_tokens` is the most draft
     tokens that the replica returns for a request; None: no limit. `strategy` says what proposed the tokens;
-    empty if unknown. `sources` names what proposed each of them; empty: the strategy.
+    empty if unknown. `sources` names what proposed each of them; empty: the strategy. `used_features`: the
+    draft read the target's state of the token before the last confirmed one.
     """
 
     request_id: int
@@ -58,6 +59,7 @@ class Proposed:
     strategy: str = ""
     sources: tuple[str, ...] = ()
     parents: Parents = CHAIN
+    used_features: bool = False
 
 
 @value

@@ -34,7 +34,7 @@ from galley.core.answer.answer import Answer, Ending, Reason, SessionSpec
 from galley.core.content import common_prefix_len
 from galley.core.errors import Broken, GalleyError, LogLost, TargetUnavailable, Unavailable
 from galley.core.hints import MAX_HINT_TOKENS, Hint, HintTail
-from galley.core.names import GRAMMAR, LOCAL_SOURCES, NO_STRATEGY, PREDICTION
+from galley.core.names import GRAMMAR, LOCAL_SOURCES, LOOKUP, NO_STRATEGY, PREDICTION
 from galley.core.records import DRAFTED, NOT_DRAFTED, TokenRecord
 from galley.core.session import events as ev
 from galley.core.session.delivery import Delivery
@@ -313,11 +313,17 @@ class Session:
         unread = pending.position - self._drafting.cache_len
         before = self._drafting.hint
         received = self._drafting.receive(event, self.answer, self._speculation.alpha, now)
-        self.stats.proposed += len(event.tokens)
+        self._count_proposal(event)
         self._speculation.record_proposal(
             received.valid, unread, latency_ns, timing.compute_ns, event.sessions
         )
         self._after_draft(received.added, pending.position, now, before)
+
+    def _count_proposal(self, event: ev.Proposed) -> None:
+        self.stats.proposed += len(event.tokens)
+        if event.strategy != LOOKUP:  # which is no draft
+            self.stats.proposals += 1
+            self.stats.proposals_with_features += event.used_features
 
     def _on_draft_failed(self, now: int) -> None:
         self._round.record_proposal(ev.Timing(), now)

@@ -119,9 +119,10 @@ class SpeculationStats:
     A draft token for position i of the round was accepted in `accepted_at[i]` of the `verified_at[i]` rounds
     in which any was verified. `accepted_by_rank` and `verified_by_rank` count draft tokens by rank among the
     candidates for their position, the likeliest first.
-    `cancelled` counts the proposals that were given up. The target waited `exposed_draft_ns` for drafts, and
-    found `cached_tokens` of the session in its cache when the stream began. `sources` divides draft tokens by
-    what proposed them.
+    `cancelled` counts the proposals that were given up. Of the `proposals` of drafts that arrived,
+    `proposals_with_features` read the target's state of the token before the last confirmed one. The target
+    waited `exposed_draft_ns` for drafts, and found `cached_tokens` of the session in its cache when the
+    stream began. `sources` divides draft tokens by what proposed them.
     """
 
     rounds: int = 0
@@ -143,6 +144,8 @@ class SpeculationStats:
     sources: dict[str, SourceTokens] = field(default_factory=dict)
     accepted_by_rank: list[int] = field(default_factory=list)
     verified_by_rank: list[int] = field(default_factory=list)
+    proposals: int = 0
+    proposals_with_features: int = 0
 
     @property
     def unverified(self) -> int:

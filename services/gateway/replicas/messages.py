@@ -194,6 +194,7 @@ def propose_event(
         strategy=strategy,
         sources=_sources(result, strategy),
         parents=tuple(result.parents),
+        used_features=result.used_features,
     )
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from galley.core.answer.answer import Answer
 from galley.core.content import prefix_hash
+from galley.core.names import LOOKUP
 from galley.core.session import events as ev
 from galley.core.session.draft_statistics import DraftStatistics, SharedStatistics
 from galley.core.session.machine import Session, SessionLimits
@@ -72,3 +73,20 @@ def test_a_verdict_without_any_hint_says_nothing_of_hints() -> None:
     here = Driven()
     here.verdict(10 * MS, verified=0, compute_ns=MS)
     assert here.workload.verified_rate == 1.0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "used", "counts"),
+    [("model", False, (1, 0)), ("model", True, (1, 1)), (LOOKUP, False, (0, 0))],
+)
+def test_proposals_of_drafts_count_and_those_with_the_targets_states(
+    strategy: str, used: bool, counts: tuple[int, int]
+) -> None:
+    driven = Driven()
+    at, anchor = len(SPEC.prompt), prefix_hash(SPEC.prompt)
+    proposed = ev.Proposed(
+        driven.propose.request_id, at, anchor, TRUE[at : at + 2], at, strategy=strategy, used_features=used
+    )
+    driven.session.step(proposed, now=MS)
+    stats = driven.session.stats
+    assert (stats.proposals, stats.proposals_with_features) == counts
