@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 from galley.core.errors import Broken, UnsupportedModel
 from galley.engine.paged import Attention
 from galley.engine.pages import Shape
+from galley.engine.states import UNTOUCHED, Residuals, add_to_embeddings, hooked
 
 # No mask function is registered under this name, so transformers makes no masks.
 NAME = "galley"
@@ -37,19 +38,30 @@ class AttentionStep:
 
 
 def run_module(
-    module: Any, attention: Attention, pages: Any, tokens: Tensor, positions: Tensor, logit_rows: Tensor
+    module: Any,
+    attention: Attention,
+    pages: Any,
+    tokens: Tensor,
+    positions: Tensor,
+    logit_rows: Tensor,
+    residuals: Residuals = UNTOUCHED,
 ) -> Tensor:
     """Return float32 logits [logit_rows, vocab_size] of transformers' code over the rows of `pages`.
 
     `tokens` and `positions` are [1, rows]. Raises Broken unless every layer called our attention.
     """
     step = AttentionStep(attention, pages)
-    arguments = {"input_ids": tokens, "position_ids": positions, "use_cache": False, "galley_step": step}
-    if len(logit_rows) == 0:
-        module.base_model(**arguments)
-        logits = torch.empty(0, module.config.vocab_size, device=tokens.device)
+    arguments = {"position_ids": positions, "use_cache": False, "galley_step": step}
+    if residuals.added is None:
+        arguments["input_ids"] = tokens
     else:
-        logits = module(**arguments, logits_to_keep=logit_rows).logits[0].float()
+        arguments["inputs_embeds"] = add_to_embeddings(module, tokens, residuals.added)
+    with hooked(module, residuals):
+        if len(logit_rows) == 0:
+            module.base_model(**arguments)
+            logits = torch.empty(0, module.config.vocab_size, device=tokens.device)
+        else:
+            logits = module(**arguments, logits_to_keep=logit_rows).logits[0].float()
     if len(step.layers) != (layers := module.config.num_hidden_layers):
         raise Broken(f"layers: {layers} must call our attention, got {len(step.layers)}")
     return logits

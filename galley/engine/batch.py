@@ -7,10 +7,14 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from galley.core.errors import Overloaded
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.core.trees import CHAIN, Parents
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NONE, INT8 = "none", "int8"
 
@@ -25,6 +29,7 @@ class ModelInfo:
     `deterministic`: the logits of a probe prompt kept their bits in other batches and prefill splits.
     `trees`: they kept them as nodes of a tree too, or nothing keeps them.
     `ranks` is the number of ranks that share the weights.
+    `layers` and `hidden_size` are those of its states; 0 if it offers none.
     """
 
     name: str
@@ -39,6 +44,8 @@ class ModelInfo:
     trees: bool = False
     ranks: int = 1
     quantization: str = NONE
+    layers: int = 0
+    hidden_size: int = 0
 
     @property
     def number_types(self) -> str:
@@ -125,9 +132,12 @@ class Rows:
 
     The last tokens, as many as there are `parents`, are a tree (`galley/core/trees.py`). To extend it, feed
     the new nodes alone, with the parents of all nodes.
+
+    `added`, float32 [len(tokens), hidden], is added to their embeddings.
     """
 
     cache: SessionCache
     tokens: Sequence[int]
     want_logits: int
     parents: Parents = CHAIN
+    added: Tensor | None = None

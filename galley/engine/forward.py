@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from galley.engine.cuda.graphs import CudaRecorder, Graphs
 from galley.engine.paged import Attention, CompiledAttention, attention_for
 from galley.engine.pages import KvPool, Pages, Span
 from galley.engine.parallel.ranks import Ranks
+from galley.engine.states import UNTOUCHED, Residuals
 
 
 class Forward(Protocol):
@@ -32,8 +34,17 @@ class Forward(Protocol):
     @property
     def attention(self) -> Attention: ...
 
-    def __call__(self, spans: Sequence[Span], tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
-        """Feed the rows of all spans; return float32 logits [logit_rows, tokens of the head]."""
+    def __call__(
+        self,
+        spans: Sequence[Span],
+        tokens: Sequence[int],
+        logit_rows: Sequence[int],
+        residuals: Residuals = UNTOUCHED,
+    ) -> Tensor:
+        """Feed the rows of all spans; return float32 logits [logit_rows, tokens of the head].
+
+        Adds to the embeddings what `residuals` has, and reads the states there that it wants.
+        """
 
 
 def forward_of(
@@ -77,11 +88,17 @@ class TransformersForward:
         self._module = module
         self._device = attention.pool.keys.device
 
-    def __call__(self, spans: Sequence[Span], tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
+    def __call__(
+        self,
+        spans: Sequence[Span],
+        tokens: Sequence[int],
+        logit_rows: Sequence[int],
+        residuals: Residuals = UNTOUCHED,
+    ) -> Tensor:
         pages = self.attention.lay_out(spans)
         rows = self._padded(tokens)[None], self._padded(pages.positions.tolist())[None]
         kept = self._padded(logit_rows) if logit_rows else torch.empty(0)
-        return run_module(self._module, self.attention, pages, *rows, kept)[: len(logit_rows)]
+        return run_module(self._module, self.attention, pages, *rows, kept, residuals)[: len(logit_rows)]
 
     def _padded(self, values: Sequence[int]) -> Tensor:
         """Return the values on the device, padded with zeros to the fewest rows that a product computes."""
@@ -141,7 +158,13 @@ class DeviceForward:
         self._graphs = graphs
         self._device = attention.pool.keys.device
 
-    def __call__(self, spans: Sequence[Span], tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
+    def __call__(
+        self,
+        spans: Sequence[Span],
+        tokens: Sequence[int],
+        logit_rows: Sequence[int],
+        residuals: Residuals = UNTOUCHED,
+    ) -> Tensor:
         pages = self.attention.lay_out(spans)
         slots = self.attention.slots(spans)
         listed = self._shapes.of(pages, len(logit_rows), slots)
@@ -152,10 +175,27 @@ class DeviceForward:
             placed = self.attention.place(shape, buffer)
             inputs = placed.inputs
             rows = inputs.tokens.long()[None], inputs.positions.long()[None]
-            return run_module(self._module, self.attention, placed, *rows, inputs.logit_rows.long())
+            read = Residuals(residuals.layers, None, residuals.added)
+            logits = run_module(self._module, self.attention, placed, *rows, inputs.logit_rows.long(), read)
+            if not read.layers:
+                return logits
+            # One tensor, as a recording keeps it.
+            return torch.cat([read.states().float().flatten(), logits.flatten()])
 
-        if listed is None or self._graphs is None:
-            logits = body(packed.to(self._device, non_blocking=True))
+        # A recording reads nothing but the buffer.
+        if listed is None or self._graphs is None or residuals.added is not None:
+            result = body(packed.to(self._device, non_blocking=True))
         else:
-            logits = self._graphs.run(shape, packed, body)
-        return logits[: len(logit_rows)]
+            result = self._graphs.run((shape, residuals.layers), packed, body)
+        if residuals.layers:
+            result = self._without_states(result, shape, residuals)
+        return result[: len(logit_rows)]
+
+    def _without_states(self, result: Tensor, shape: StepShape, residuals: Residuals) -> Tensor:
+        """Return the logits of a result that begins with the states of all its rows; take those wanted."""
+        config = self._module.config
+        states = shape.rows, len(residuals.layers), config.hidden_size
+        size = math.prod(states)
+        residuals.take(result[:size].view(states))
+        logits = result[size:]
+        return logits.view(shape.logit_rows, -1) if shape.logit_rows else logits.view(0, config.vocab_size)

@@ -38,6 +38,7 @@ from galley.engine.load.resolve import resolve_model
 from galley.engine.paged import pool_for
 from galley.engine.pages import KvPool, Span
 from galley.engine.parallel.ranks import ALONE, Ranks
+from galley.engine.states import Residuals, check_states, size_of, wanted_layers, wanted_rows
 
 __all__ = ["CausalModel", "KvPool", "ModelInfo", "Rows", "SessionCache"]
 
@@ -108,6 +109,7 @@ class CausalModel:
         module = loaded.module
         if quantization == INT8:
             int8.quantize_linears(module)
+        layers, hidden_size = size_of(module)
         info = ModelInfo(
             name=name or directory.name,
             directory=directory,
@@ -120,6 +122,8 @@ class CausalModel:
             deterministic=False,
             ranks=ranks.size,
             quantization=quantization,
+            layers=layers,
+            hidden_size=hidden_size,
         )
         pool = pool_for(shape, max(kv_blocks, PROBE_BLOCKS), torch.device(device), options)
         own = llama.can_serve(module, pool)
@@ -168,11 +172,27 @@ class CausalModel:
         model's device. A row may hold NaN without harm to the others. Raises Broken, before any work, if a
         chunk is out of bounds. With `watch`, waits for the device and records the times there.
         """
+        return self.run_with_states(chunks, copies, watch, moves=moves)[0]
+
+    @torch.inference_mode()
+    def run_with_states(
+        self,
+        chunks: Sequence[StepChunk],
+        copies: Sequence[tuple[int, int]] = (),
+        watch: StepTrace | None = None,
+        *,
+        moves: Sequence[TokenMove] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """Run a step as `run` does; return the logits, and the states that the chunks want, in order.
+
+        The states are of the model's dtype or float32, [sum of feature_rows, layers, hidden], after all
+        `wanted_layers` of the chunks, on the model's device.
+        """
         if watch is None:
-            logits = self._run(chunks, copies, moves)
+            logits, states = self._run(chunks, copies, moves)
         else:
-            logits = _watched(lambda: self._run(chunks, copies, moves), self._ranks, watch)
-        return logits if self.head is None else self.head.spread(logits)
+            logits, states = _watched(lambda: self._run(chunks, copies, moves), self._ranks, watch)
+        return (logits if self.head is None else self.head.spread(logits)), states
 
     @torch.inference_mode()
     def _run(
@@ -180,29 +200,45 @@ class CausalModel:
         chunks: Sequence[StepChunk],
         copies: Sequence[tuple[int, int]] = (),
         moves: Sequence[TokenMove] = (),
-    ) -> Tensor:
-        """Run a step; return logits [sum of want_logits, head_vocab], of the whole or reduced vocabulary."""
+        added: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run a step; return logits [sum of want_logits, head_vocab] of the whole or reduced vocabulary.
+
+        Also returns states, as `run_with_states` does. `added` is that of `Residuals`.
+        """
         self._check(chunks)
+        check_states(chunks, self.info.layers)
         self._check_blocks(chunks, copies, moves)
         self.kv.move(moves)
         self.kv.copy(copies)
-        logits = [
-            rows for pieces in _pieces(chunks, self.max_rows) if len(rows := self._forward_pieces(pieces))
-        ]
-        if not logits:
-            columns = self.info.vocab_size if self.head is None else len(self.head.tokens)
-            return torch.empty(0, columns, device=self.kv.keys.device)
-        return logits[0] if len(logits) == 1 else torch.cat(logits)
+        layers, first = wanted_layers(chunks), 0
+        logits, states = [], []
+        for pieces in _pieces(chunks, self.max_rows):
+            last = first + sum(len(piece.tokens) for piece in pieces)
+            residuals = Residuals(layers, [], None if added is None else added[first:last])
+            logits.append(self._forward_pieces(pieces, residuals))
+            if layers:
+                states.append(residuals.states())
+            first = last
+        columns = self.info.vocab_size if self.head is None else len(self.head.tokens)
+        return (
+            _joined(logits, self.kv.keys.device, columns),
+            _joined(states, self.kv.keys.device, len(layers), self.info.hidden_size),
+        )
 
-    def _forward_pieces(self, pieces: Sequence[StepChunk]) -> Tensor:
+    def _forward_pieces(self, pieces: Sequence[StepChunk], residuals: Residuals) -> Tensor:
+        """Return the logits of the pieces; read the states of the rows that they want."""
         tokens: list[int] = []
         logit_rows: list[int] = []
+        state_rows: list[int] = []
         spans = []
         for piece in pieces:
             tokens += piece.tokens
             logit_rows += range(len(tokens) - piece.want_logits, len(tokens))
+            state_rows += range(len(tokens) - wanted_rows(piece), len(tokens))
             spans.append(Span(piece.start, len(piece.tokens), piece.blocks, simplified(piece.parents)))
-        return self._forward(spans, tokens, logit_rows)
+        residuals.rows = state_rows
+        return self._forward(spans, tokens, logit_rows, residuals)
 
     def _check(self, chunks: Sequence[StepChunk]) -> None:
         for chunk in chunks:
@@ -252,21 +288,28 @@ class CausalModel:
 
         Raises, before any work, Broken for an item out of bounds or a cache given twice, and Overloaded.
         """
+        return self.forward_states(batch, ())[0]
+
+    def forward_states(self, batch: Sequence[Rows], layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Feed the batch as `forward_head` does; return its logits, and states of the same rows.
+
+        The states are float32 [sum of want_logits, len(layers), hidden], after each of the rising `layers`.
+        """
         if len({id(item.cache) for item in batch}) < len(batch):
             raise Broken("batch: must hold each cache once")
-        chunks = [_chunk_of(item) for item in batch]
+        chunks = [_chunk_of(item, tuple(layers)) for item in batch]
         self._check(chunks)
         try:
             for item in batch:
                 item.cache.reserve(item.cache.slots + len(item.tokens))
-            logits = self._run(chunks)
+            logits, states = self._run(chunks, added=_added(batch))
         except BaseException:
             for item in batch:
                 item.cache.trim()
             raise
         for item in batch:
             item.cache.extend(item.tokens, item.parents)
-        return logits
+        return logits, states.float()
 
     @torch.inference_mode()
     def keep_path(self, cache: SessionCache, path: Sequence[int]) -> None:
@@ -277,14 +320,42 @@ class CausalModel:
         cache.truncate(len(cache.tokens))
 
 
-def _chunk_of(item: Rows) -> StepChunk:
-    """Return the rows as a chunk. Raises Broken unless its tree extends that of the cache."""
+def _chunk_of(item: Rows, layers: tuple[int, ...]) -> StepChunk:
+    """Return the rows as a chunk that wants states too. Raises Broken unless its tree extends the cache's."""
     cache, known = item.cache, len(item.cache.tree)
     if item.parents[:known] != cache.parents or (known and len(item.parents) != known + len(item.tokens)):
         raise Broken(f"parents: must extend those of the {known} nodes in the cache by one for each token")
     if len(item.parents) > known + len(item.tokens):
         raise Broken(f"parents: must be at most {len(item.tokens)}, got {len(item.parents)}")
-    return StepChunk(cache.slots, item.tokens, cache.blocks, item.want_logits, parents=item.parents)
+    if item.added is not None and len(item.added) != len(item.tokens):
+        raise Broken(f"added: must have {len(item.tokens)} rows, got {len(item.added)}")
+    return StepChunk(
+        cache.slots,
+        item.tokens,
+        cache.blocks,
+        item.want_logits,
+        parents=item.parents,
+        feature_layers=layers,
+        feature_rows=item.want_logits,
+    )
+
+
+def _added(batch: Sequence[Rows]) -> Tensor | None:
+    """Return what is added to all rows of the batch, float32 [rows, hidden]; None if nothing is."""
+    given = next((item.added for item in batch if item.added is not None), None)
+    if given is None:
+        return None
+    size = given.shape[1]
+    parts = (given.new_zeros(len(item.tokens), size) if item.added is None else item.added for item in batch)
+    return torch.cat(list(parts))
+
+
+def _joined(parts: Sequence[Tensor], device: torch.device, *columns: int) -> Tensor:
+    """Return the rows of the parts one after another, [rows, *columns]."""
+    filled = [part for part in parts if len(part)]
+    if not filled:
+        return torch.empty(0, *columns, device=device)
+    return filled[0] if len(filled) == 1 else torch.cat(filled)
 
 
 def _check_parents(chunk: StepChunk) -> None:
@@ -316,7 +387,13 @@ def _pieces(chunks: Sequence[StepChunk], max_rows: int) -> Iterator[list[StepChu
             parents = chunk.parents[: max(0, len(chunk.parents) - (rows - last))]
             pieces.append(
                 StepChunk(
-                    chunk.start + first, chunk.tokens[first:last], chunk.blocks, want_logits, parents=parents
+                    chunk.start + first,
+                    chunk.tokens[first:last],
+                    chunk.blocks,
+                    want_logits,
+                    parents=parents,
+                    feature_layers=chunk.feature_layers,
+                    feature_rows=max(0, last - max(first, rows - chunk.feature_rows)),
                 )
             )
             room -= last - first
@@ -328,17 +405,19 @@ def _pieces(chunks: Sequence[StepChunk], max_rows: int) -> Iterator[list[StepChu
         yield pieces
 
 
-def _watched(forward: Callable[[], Tensor], ranks: Ranks, watch: StepTrace) -> Tensor:
+def _watched(
+    forward: Callable[[], tuple[Tensor, Tensor]], ranks: Ranks, watch: StepTrace
+) -> tuple[Tensor, Tensor]:
     """Return the result of `forward` once the device has finished it; write the times into `watch`."""
     start_ns = time.perf_counter_ns()
     with ranks.waits() as waits:
-        logits = forward()
+        logits, states = forward()
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)
     watch.forward_ns = time.perf_counter_ns() - start_ns
     own_ns = max(0, watch.forward_ns - waits.ns)
     watch.rank_ns = lambda: (own_ns,)
-    return logits
+    return logits, states
 
 
 def prompt_of(info: ModelInfo) -> list[int]:

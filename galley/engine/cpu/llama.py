@@ -27,6 +27,7 @@ from galley.engine.paged import CompiledAttention, as_array
 from galley.engine.pages import KvPool, Pages, Shape, Span
 from galley.engine.parallel.ranks import Ranks
 from galley.engine.parallel.sharding import AddedLinear, JoinedLinear
+from galley.engine.states import UNTOUCHED, Residuals
 
 Floats = NDArray[np.float32]
 Linear = Callable[[Tensor], Tensor]
@@ -172,16 +173,26 @@ class LlamaForward:
         run = int8_product([plain], torch.float32) or _fused(linears, plain)
         return run if plain is head else lambda rows: self._ranks.join_columns(run(rows))
 
-    def __call__(self, spans: Sequence[Span], tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
-        return self.run(spans, tokens, logit_rows).float()
+    def __call__(
+        self,
+        spans: Sequence[Span],
+        tokens: Sequence[int],
+        logit_rows: Sequence[int],
+        residuals: Residuals = UNTOUCHED,
+    ) -> Tensor:
+        return self.run(spans, tokens, logit_rows, residuals).float()
 
-    def run(self, spans: Sequence[Span], tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
+    def run(
+        self, spans: Sequence[Span], tokens: Sequence[int], logit_rows: Sequence[int], residuals: Residuals
+    ) -> Tensor:
         """Return the logits as the head computes them."""
         pages = self.attention.lay_out(spans)
         rows = pages.rows
         padded = self._padded(rows)
         hidden, residual = self._hidden[:padded], self._residual[:rows]
         residual.copy_(self._embedding[torch.tensor(tokens)])
+        if residuals.added is not None:
+            residual.add_(residuals.added)
         states, sums = as_array(hidden)[:rows], residual.numpy()
         work = _Work(pages, states, sums, hidden, self._mixed[:padded], self._inner[:padded])
         cosines, sines = self._rotations(pages)
@@ -189,11 +200,15 @@ class LlamaForward:
         part: Tensor | None = None
         for index, layer in enumerate(self._layers):
             self._normalize(work, part, layer.input_norm)
+            residuals.read(index, residual)
             self._attend(work, index, layer, queries, cosines, sines)
             part = self._feed(work, layer)
-        if not logit_rows:
+        if not logit_rows and len(self._layers) not in residuals.layers:
             return torch.empty(0, self._embedding.shape[0])
         self._normalize(work, part, self._final_norm)
+        residuals.read(len(self._layers), residual)
+        if not logit_rows:
+            return torch.empty(0, self._embedding.shape[0])
         return self._logits(hidden, logit_rows)
 
     def _normalize(self, work: _Work, part: Tensor | None, weight: Floats) -> None:

@@ -21,6 +21,7 @@ from galley.engine.cpu.llama import LlamaForward
 from galley.engine.cpu.trials import Trials
 from galley.engine.pages import Span
 from galley.engine.parallel.ranks import Ranks
+from galley.engine.states import UNTOUCHED, Residuals
 
 # Keys of a row whose attention costs about as much as its products.
 _KEYS_OF_PRODUCTS = 1024
@@ -62,16 +63,22 @@ class ThreadedForward:
         self._clock = clock
         self._trials: dict[tuple[int, int], Trials] = {}
 
-    def __call__(self, spans: Sequence[Span], tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
+    def __call__(
+        self,
+        spans: Sequence[Span],
+        tokens: Sequence[int],
+        logit_rows: Sequence[int],
+        residuals: Residuals = UNTOUCHED,
+    ) -> Tensor:
         edges = divide(spans, self._count)
         if (len(edges) - 1) * _LEAST_USE < self._count:
-            return self._whole(spans, tokens, logit_rows)
+            return self._whole(spans, tokens, logit_rows, residuals)
         trials = self._trials_of(len(edges) - 1, len(tokens))
         way, since = trials.choose(), self._clock()
         if way == 0:
-            logits = self._in_parts(edges, spans, tokens, logit_rows)
+            logits = self._in_parts(edges, spans, tokens, logit_rows, residuals)
         else:
-            logits = self._whole(spans, tokens, logit_rows)
+            logits = self._whole(spans, tokens, logit_rows, residuals)
         weights = _ROWS_OF_WEIGHTS * _KEYS_OF_PRODUCTS
         trials.record(way, (self._clock() - since) / (weights + sum(map(_work, spans))))
         return logits
@@ -81,26 +88,40 @@ class ThreadedForward:
         return self._trials.setdefault((parts, rows.bit_length()), Trials(margin))
 
     def _in_parts(
-        self, edges: Sequence[int], spans: Sequence[Span], tokens: Sequence[int], logit_rows: Sequence[int]
+        self,
+        edges: Sequence[int],
+        spans: Sequence[Span],
+        tokens: Sequence[int],
+        logit_rows: Sequence[int],
+        residuals: Residuals,
     ) -> Tensor:
         while len(self._twins) < len(edges) - 1:
             self._twins.append(self._whole.twin())
         starts = [0, *accumulate(span.rows for span in spans)]
-        running = []
+        running, parts = [], []
         for twin, (first, last) in zip(self._twins, pairwise(edges), strict=False):
             begin, end = starts[first], starts[last]
             chosen = logit_rows[bisect_left(logit_rows, begin) : bisect_left(logit_rows, end)]
             own = [row - begin for row in chosen]
-            running.append(self._threads.submit(_run, twin, spans[first:last], tokens[begin:end], own))
+            parts.append(residuals.part(begin, end))
+            step = spans[first:last], tokens[begin:end], own, parts[-1]
+            running.append(self._threads.submit(_run, twin, *step))
         wait(running)  # all, also if one fails: the blocks of a failed step are used again
-        return torch.cat([part.result() for part in running]).float()
+        logits = torch.cat([part.result() for part in running]).float()
+        if residuals.layers:
+            residuals.join(parts)
+        return logits
 
 
 @torch.inference_mode()
 def _run(
-    forward: LlamaForward, spans: Sequence[Span], tokens: Sequence[int], logit_rows: Sequence[int]
+    forward: LlamaForward,
+    spans: Sequence[Span],
+    tokens: Sequence[int],
+    logit_rows: Sequence[int],
+    residuals: Residuals,
 ) -> Tensor:
-    return forward.run(spans, tokens, logit_rows)
+    return forward.run(spans, tokens, logit_rows, residuals)
 
 
 def divide(spans: Sequence[Span], parts: int) -> list[int]:

@@ -1,0 +1,132 @@
+"""The residual stream of a step: what is added to its embeddings, and the states that leave it.
+
+The state of a row after L layers is its residual stream there, before any norm; that after all layers is the
+input of the final norm. A draft with a feature head reads its target's states (galley/core/features.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from galley.core.errors import Broken
+from galley.core.step import StepChunk
+
+
+@dataclass(slots=True)
+class Residuals:
+    """States to read from the residual stream of a forward pass, and what to add to it at the start.
+
+    The states of `rows` are read after each of `layers`; both rise, and None means all rows, padding too.
+    `added` is float32 [rows of the step, hidden].
+    """
+
+    layers: tuple[int, ...] = ()
+    rows: Sequence[int] | None = ()
+    added: Tensor | None = None
+    _states: list[Tensor] = field(default_factory=list)
+
+    def read(self, after: int, residual: Tensor) -> None:
+        """Copy the rows of `residual` [rows, hidden], which has passed `after` layers, if they are wanted."""
+        if after not in self.layers:
+            return
+        if self.rows is None:
+            self._states.append(residual.clone())
+        else:
+            rows = torch.tensor(self.rows, dtype=torch.long, device=residual.device)
+            self._states.append(residual.index_select(0, rows))
+
+    def states(self) -> Tensor:
+        """Return what was read, [rows, layers, hidden]."""
+        return torch.stack(self._states, 1)
+
+    def take(self, states: Tensor) -> None:
+        """Take the states of a step's first rows, [rows, layers, hidden], as if they had been read here."""
+        rows = torch.tensor(self.rows, dtype=torch.long, device=states.device)
+        self._states = list(states.index_select(0, rows).unbind(1))
+
+    def part(self, begin: int, end: int) -> Residuals:
+        """Return those of the rows [begin, end) as a step of their own."""
+        rows = [row - begin for row in self.rows or () if begin <= row < end]
+        return Residuals(self.layers, rows, None if self.added is None else self.added[begin:end])
+
+    def join(self, parts: Sequence[Residuals]) -> None:
+        """Take the states that all parts of this step have read."""
+        read = zip(*(part._states for part in parts), strict=True)  # noqa: SLF001  # its own class
+        self._states = [torch.cat(states) for states in read]
+
+
+# Of a step without states and additions: nothing is ever read into it.
+UNTOUCHED = Residuals()
+
+
+def wanted_rows(chunk: StepChunk) -> int:
+    """Return of how many of the last rows states are wanted."""
+    return chunk.feature_rows if chunk.feature_layers else 0
+
+
+def wanted_layers(chunks: Sequence[StepChunk]) -> tuple[int, ...]:
+    """Return the layers after which any of the chunks wants states, rising."""
+    return tuple(sorted({layer for chunk in chunks for layer in chunk.feature_layers}))
+
+
+def check_states(chunks: Sequence[StepChunk], layers: int) -> None:
+    """Raise Broken for states that a model of so many layers does not have, or of rows that are not fed."""
+    for chunk in chunks:
+        if not chunk.feature_layers:
+            continue
+        if not 1 <= min(chunk.feature_layers) <= max(chunk.feature_layers) <= layers:
+            got = ", ".join(map(str, chunk.feature_layers))
+            raise Broken(f"feature_layers: must be in [1, {layers}], got {got}")
+        least, most = chunk.want_logits, len(chunk.tokens)
+        if not least <= chunk.feature_rows <= most:
+            raise Broken(f"feature_rows: must be in [{least}, {most}], got {chunk.feature_rows}")
+
+
+def size_of(module: Any) -> tuple[int, int]:
+    """Return how many layers a transformers model has, and the size of its states; 0 and 0 if it has none."""
+    layers, size = _layers_of(module), getattr(module.config, "hidden_size", None)
+    return (0, 0) if layers is None or size is None else (len(layers), size)
+
+
+def add_to_embeddings(module: Any, tokens: Tensor, added: Tensor) -> Tensor:
+    """Return the embeddings of `tokens` [1, rows] with `added` [up to rows, hidden], [1, rows, hidden]."""
+    embedded: Tensor = module.get_input_embeddings()(tokens)
+    total = embedded.float()
+    total[0, : len(added)] += added.to(total.device)
+    return total.to(embedded.dtype)
+
+
+@contextmanager
+def hooked(module: Any, residuals: Residuals) -> Iterator[None]:
+    """Read the residual stream while transformers' code runs the layers of `module`."""
+    layers = _layers_of(module) if residuals.layers else None
+    hooks = [
+        layer.register_forward_hook(_reader(index + 1, residuals))
+        for index, layer in enumerate(layers or ())
+        if index + 1 in residuals.layers
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _reader(after: int, residuals: Residuals) -> Callable[[nn.Module, Any, Any], None]:
+    def read(_layer: nn.Module, _inputs: Any, outputs: Any) -> None:
+        hidden = outputs[0] if isinstance(outputs, tuple) else outputs
+        residuals.read(after, hidden[0])
+
+    return read
+
+
+def _layers_of(module: Any) -> nn.ModuleList | None:
+    count = module.config.num_hidden_layers
+    lists = (child for child in module.base_model.children() if isinstance(child, nn.ModuleList))
+    return next((layers for layers in lists if len(layers) == count), None)
