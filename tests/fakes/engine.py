@@ -15,11 +15,12 @@ from galley.core.content import token_bytes
 from galley.core.cost.model import StepTimes
 from galley.core.errors import GalleyError
 from galley.core.records import PositionLogprobs
-from galley.core.step import Computed, Sampled, StepChunk, StepOutcome, StepPlan, StepTrace
-from galley.core.trees import ROOT, candidates_after
+from galley.core.step import Computed, Draw, Sampled, StepChunk, StepOutcome, StepPlan, StepTrace
+from galley.core.trees import ROOT, candidates_after, follow
 from galley.engine import masking
 from services.target.engine.paged.target import PagedTarget
 from services.target.engine.protocol import EngineInfo, Limits
+from tests.fakes.states import LAYERS, SIZE, state_of
 from tests.fakes.truth import IDS, STOP_ID, true_id
 
 _INFO = EngineInfo(
@@ -36,6 +37,8 @@ _INFO = EngineInfo(
     kv_block_tokens=8,
     kv_blocks=1024,
     trees=True,
+    feature_size=SIZE,
+    feature_layers=LAYERS,
 )
 
 
@@ -75,7 +78,10 @@ class KnownEngine:
         seen: list[int] = []
         for block in chunk.blocks:
             seen += self._kv.get(block, ())
-        return self.draw(chunk, seen[: chunk.start + len(chunk.tokens)])
+        outcome = self.draw(chunk, seen[: chunk.start + len(chunk.tokens)])
+        if chunk.feature_layers and isinstance(outcome, Sampled):
+            return replace(outcome, states=_states_of(chunk, chunk.draw, outcome.tokens[:-1]))
+        return outcome
 
     def _put(self, block: int, slot: int, token: int) -> None:
         held = self._kv.setdefault(block, [])
@@ -118,6 +124,17 @@ class KnownEngine:
     def choose(self, seed: int, position: int, history: Sequence[int], allowed: Sequence[int]) -> int:
         """Return the token of a session with a grammar: one of those that are `allowed`."""
         return allowed[crc32(token_bytes(history)) % len(allowed)]
+
+
+def _states_of(chunk: StepChunk, draw: Draw, confirmed: Sequence[int]) -> bytes:
+    """Return the states of the rows whose tokens are confirmed, among the rows whose states are wanted."""
+    first_draft = len(chunk.tokens) - len(draw.draft_tokens)
+    assert 1 + len(draw.draft_tokens) <= chunk.feature_rows <= len(chunk.tokens)
+    before = range(len(chunk.tokens) - chunk.feature_rows, first_draft)
+    path = [first_draft + node for node in follow(draw.draft_tokens, draw.parents, confirmed)]
+    root = chunk.start + first_draft
+    places = [(row, chunk.start + row) for row in before] + [(row, root + i) for i, row in enumerate(path)]
+    return b"".join(state_of(chunk.tokens[row], at, chunk.feature_layers) for row, at in places)
 
 
 class StrictEngine(KnownEngine):

@@ -10,6 +10,7 @@ from typing import Protocol
 from galley.core.content import Miss, prefix_hash
 from galley.core.cost.model import StepTimes
 from galley.core.errors import GalleyError, Overloaded, Unavailable
+from galley.core.features import MAX_FEATURE_TOKENS, NO_STATES
 from galley.core.hints import Hint, HintTail
 from galley.core.kv.table import KvTable
 from galley.core.sampling_params import SamplingParams
@@ -19,6 +20,7 @@ from galley.core.step import StepOutcome, StepPlan
 from tests.fakes.draft_trees import random_tree
 from tests.fakes.engine import DividingEngine, StrictEngine
 from tests.fakes.kv_check import check_table
+from tests.fakes.states import SIZE, states_of
 from tests.fakes.truth import IDS, true_id, true_output
 
 MS = 1_000_000
@@ -67,6 +69,7 @@ class Bench:
             divides_prompts=divides is not None,
         )
         self.scheduler.takes_trees = divides is None
+        self.scheduler.feature_size = SIZE if divides is None else 0
         self.times = times
         self.now = 0
 
@@ -127,8 +130,17 @@ def request(
 
 
 class Gateway:
-    def __init__(self, bench: Bench, name: str, prompt: list[int], count: int, arrival_ns: int) -> None:
+    def __init__(
+        self,
+        bench: Bench,
+        name: str,
+        prompt: list[int],
+        count: int,
+        arrival_ns: int,
+        layers: tuple[int, ...] = (),
+    ) -> None:
         self.bench = bench
+        self.layers = layers
         self.name = name
         self.prompt = prompt
         self.end = len(prompt) + count
@@ -140,6 +152,8 @@ class Gateway:
         self.limit = 0
         self.refused = 0
         self.stale: list[Hint] = []
+        self.states = NO_STATES
+        self.is_first = True
 
     @property
     def done(self) -> bool:
@@ -161,7 +175,9 @@ class Gateway:
             credit=credit,
             hint_due=rng.random() < 0.3,
             arrival_ns=self.arrival_ns,
+            feature_layers=self.layers,
         )
+        self.is_first = True
         try:
             self.item = self.bench.submit(message)
         except Overloaded:
@@ -204,6 +220,7 @@ class Gateway:
             assert outcome.kv_len == len(self.tokens) - 1
             assert outcome.more is not answer.is_last
             self.held = outcome.kv_len
+            self.check_states(outcome)
         elif isinstance(outcome, Miss):
             mine = outcome.have <= len(self.tokens) and outcome.prefix_hash == prefix_hash(
                 self.tokens[: outcome.have]
@@ -215,6 +232,17 @@ class Gateway:
             self.held = 0
         else:
             assert isinstance(outcome, Superseded)
+
+    def check_states(self, result: Confirmed) -> None:
+        """Check that the states are the true ones up to the last token, and follow those before."""
+        states = result.states
+        if not self.layers:
+            assert states is NO_STATES
+            return
+        assert states == states_of(self.tokens, states.position, len(self.tokens) - 1, self.layers)
+        assert len(result.tokens) <= states.tokens <= MAX_FEATURE_TOKENS
+        assert self.is_first or states.position == result.position - 1 == self.states.end
+        self.states, self.is_first = states, False
 
 
 class Load:

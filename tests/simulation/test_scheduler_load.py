@@ -16,6 +16,8 @@ from tests.fakes.vllm_world import VllmBench
 # Over blocks of the scheduler's own, and over a stub of vLLM's engine core.
 BENCHES = [Bench, VllmBench]
 SEEDS = st.integers(0, 2**32 - 1)
+# Layers after which sessions want states.
+WANTED = [(), (2, 5, 8), (1,)]
 
 
 def load(seed: int, bench: Bench, sessions: int, longest: int) -> Load:
@@ -28,7 +30,8 @@ def load(seed: int, bench: Bench, sessions: int, longest: int) -> Load:
             prompt = [*prompt, *(rng.randrange(IDS) for _ in range(rng.randint(1, longest)))][:longest]
         elif rng.random() < 0.5:
             prompt = stem
-        gateways.append(Gateway(bench, f"s{i}", prompt, rng.randint(1, 20), arrival))
+        layers = WANTED[i % len(WANTED)] if bench.scheduler.feature_size else ()
+        gateways.append(Gateway(bench, f"s{i}", prompt, rng.randint(1, 20), arrival, layers))
     return Load(bench, gateways, seed)
 
 

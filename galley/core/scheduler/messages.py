@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from galley.core.content import Miss, SessionKey
 from galley.core.errors import GalleyError
+from galley.core.features import NO_STATES, States
 from galley.core.grammar.spec import GrammarSpec
 from galley.core.hints import Hint
 from galley.core.records import PositionLogprobs
@@ -55,6 +56,7 @@ class VerifyRequest(Slice):
     `arrival_ns` (Unix epoch) and `priority` order sessions: the higher priority first, then the older.
     `deadline_ns` is on the scheduler's clock. `logprobs` is how many of the likeliest tokens to return.
     `lora` names a LoRA adapter, which the salt in `key` covers. `compiled` is the grammar, if there is one.
+    Results carry the target's states after `feature_layers`; none if that is empty.
     """
 
     draft_tokens: tuple[int, ...] = ()
@@ -69,6 +71,7 @@ class VerifyRequest(Slice):
     deadline_ns: int | None = None
     lora: str = ""
     compiled: CompiledGrammar | None = None
+    feature_layers: tuple[int, ...] = ()
 
     @property
     def limit(self) -> int:
@@ -99,7 +102,8 @@ class Confirmed:
     from the arrival. `linger_ns`, a part of `queue_ns`, was spent waiting for hints. Estimates: a draft row
     adds `row_ns` to a step of `batch_sessions`; rows of prompts took `prefill_ns` of the step; `plain_ns` is
     `compute_ns` without draft tokens. `kv_reused`, the cached tokens found when blocks were allocated, is in
-    the first result only. `batch_span` names the step in a trace.
+    the first result only. `batch_span` names the step in a trace. `states`, if wanted, are of consecutive
+    tokens; the last is that of the token before the last of `tokens`.
     """
 
     position: int
@@ -119,6 +123,7 @@ class Confirmed:
     batch_rows: int = 0
     kv_reused: int = 0
     batch_span: bytes = b""
+    states: States = NO_STATES
 
 
 @dataclass(frozen=True, slots=True)

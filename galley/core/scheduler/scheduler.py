@@ -30,6 +30,7 @@ from galley.core.acceptance import confirm
 from galley.core.content import Miss, SessionKey
 from galley.core.cost.model import LiveStepTimes, StepTimes
 from galley.core.errors import Broken, DeadlinePassed, GalleyError, InvalidField, Overloaded
+from galley.core.features import MAX_FEATURE_TOKENS, NO_STATES, States, state_bytes
 from galley.core.kv.compaction import compaction
 from galley.core.kv.table import Reservation
 from galley.core.scheduler.batch import ActiveBatch, BatchTimes, Grant, SchedulerCounts, grant_rows
@@ -80,6 +81,8 @@ class Scheduler:
     """The most draft tokens of a session that a step of this engine verifies; 0: as many as pay."""
     takes_trees = False
     """Whether this engine verifies trees; of others it is given the main path, a chain."""
+    feature_size = 0
+    """Numbers of a token's state after one layer; 0: this engine returns no states."""
 
     def __init__(
         self,
@@ -394,7 +397,11 @@ class Scheduler:
             logprobs=message.logprobs,
             grammar=None if request.grammar is None else request.grammar.state,
         )
-        return StepChunk(start, tokens, blocks, 1 + len(drawn), draw, request.key, parents)
+        layers = message.feature_layers
+        feature_rows = _feature_rows(grant) if layers else 0
+        return StepChunk(
+            start, tokens, blocks, 1 + len(drawn), draw, request.key, parents, layers, feature_rows
+        )
 
     def conclude(
         self, plan: StepPlan, outcomes: Sequence[StepOutcome], now: int, batch_span: bytes = b""
@@ -511,8 +518,20 @@ class Scheduler:
                 batch_rows=shared.rows,
                 kv_reused=request.take_reused(),
                 batch_span=shared.span,
+                states=self._states(request, sampled, position, len(verdict.tokens)),
             ),
         )
+
+    def _states(self, request: ActiveRequest, sampled: Sampled, position: int, confirmed: int) -> States:
+        """Return the states of the tokens before the last of the `confirmed` ones from `position` on."""
+        if not sampled.states:
+            return NO_STATES
+        each = state_bytes(len(request.message.feature_layers), self.feature_size)
+        tokens = len(sampled.states) // each - (len(sampled.tokens) - confirmed)
+        if tokens <= 0:
+            return NO_STATES
+        end = position + confirmed - 1
+        return States(end - tokens, tokens, sampled.states[: tokens * each]).since(end - MAX_FEATURE_TOKENS)
 
     def _compact(self, grant: Grant, root: int, computed: Sequence[int]) -> None:
         """Have the KV of these tokens, which follow `root`, moved to where it belongs by the next step."""
@@ -546,8 +565,14 @@ def _with_certain(grant: Grant, outcome: StepOutcome) -> StepOutcome:
     if certain and isinstance(outcome, GalleyError):
         return Sampled(certain)
     if certain and isinstance(outcome, Sampled) and outcome.tokens:
-        return Sampled((*certain, *outcome.tokens))
+        return Sampled((*certain, *outcome.tokens), states=outcome.states)
     return outcome
+
+
+def _feature_rows(grant: Grant) -> int:
+    """Return of how many last rows to take states: all draft rows, and as many before as a message has."""
+    drafts = len(grant.draft_tokens)
+    return drafts + min(grant.rows, max(1, MAX_FEATURE_TOKENS - drafts))
 
 
 def _verified(grant: Grant, tokens: tuple[int, ...]) -> int:

@@ -27,7 +27,8 @@ class EngineInfo:
 
     `fingerprint` names its build, `weights_digest` the model's files, which are in `directory`; empty if
     unknown. `lora_adapters` names the LoRA adapters that a request may choose; the fingerprint covers their
-    weights. `trees` is True if the engine verifies trees; otherwise it verifies their main paths.
+    weights. `trees` is True if the engine verifies trees; otherwise it verifies their main paths. It returns
+    states of `feature_size` numbers after any of `feature_layers` layers; of no numbers: it returns none.
     """
 
     model: str
@@ -46,6 +47,8 @@ class EngineInfo:
     directory: Path = Path()
     lora_adapters: tuple[str, ...] = ()
     trees: bool = False
+    feature_size: int = 0
+    feature_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ class PagedTarget(Scheduler):
             max_itl_ns=round(limits.max_itl_ms * 1e6),
         )
         self.takes_trees = self.info.trees
+        self.feature_size = self.info.feature_size
         self.limits = limits
         self.times = times
         self._engine = engine

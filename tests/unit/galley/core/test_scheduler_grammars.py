@@ -27,6 +27,7 @@ from galley.engine.masking import confirmed_mask
 from tests.fakes.draft_trees import random_tree
 from tests.fakes.engine import StrictEngine
 from tests.fakes.scheduler_world import STEEP, Bench, request, result_of
+from tests.fakes.states import states_of
 from tests.fakes.truth import IDS, STOP_ID
 from tests.fakes.vocabularies import allowed
 
@@ -358,6 +359,15 @@ def test_the_model_is_asked_for_no_certain_token() -> None:
     results = session.answer()
     assert engine.drawn_rows == [1] * len(results)
     assert tokens_of(results) == answer(session.compiled)
+
+
+def test_certain_tokens_have_states() -> None:
+    session, end = Session(bench_of()[0], grammar(FORCED)), 0
+    for result in session.answer(feature_layers=(1, 3)):
+        session.take(result)
+        assert result.states.position == end
+        end = len(session.tokens) - 1
+        assert result.states == states_of(session.tokens, result.states.position, end, (1, 3))
 
 
 def test_where_logprobs_are_wanted_each_token_is_drawn() -> None:
