@@ -26,6 +26,7 @@ from galley.common.tracing.light_spans import SpanScope
 from galley.common.wire.codec import check_lora, check_token_ids, logprobs_message, read_slice
 from galley.core.content import HASH_BYTES, Miss, cache_salt
 from galley.core.errors import GalleyError, InvalidField, Unimplemented, check_length, check_range
+from galley.core.features import MAX_FEATURE_LAYERS
 from galley.core.grammar.compiled import CompiledGrammar
 from galley.core.grammar.spec import KINDS
 from galley.core.hints import MAX_HINT_TOKENS, Hint
@@ -202,8 +203,7 @@ def read_item(
 
     `now_ns` is the scheduler's time; `epoch_ns` the time of day, used for a session without arrival time.
     """
-    if item.want_features:
-        raise Unimplemented("want_features")
+    feature_layers = _feature_layers(item, info)
     read = read_slice(item.slice, vocab_size=info.vocab_size, context_window=info.context_window)
     _check_draft("", item.draft_tokens, item.survival, info.vocab_size, max_draft_tokens)
     check_tree(item.draft_tokens, item.parents)
@@ -233,7 +233,26 @@ def read_item(
         lora=item.lora,
         grammar=read.grammar,
         grammar_hash=read.grammar_hash,
+        feature_layers=feature_layers,
     )
+
+
+def _feature_layers(item: pb.VerifyItem, info: EngineInfo) -> tuple[int, ...]:
+    """Return after which layers states are wanted; none unless `want_features`."""
+    if not item.want_features:
+        return ()
+    if not info.feature_size:
+        raise Unimplemented("want_features")
+    layers = tuple(item.feature_layers)
+    if not 1 <= len(layers) <= MAX_FEATURE_LAYERS:
+        raise InvalidField(
+            "feature_layers", f"must have 1 to {MAX_FEATURE_LAYERS} entries, got {len(layers)}"
+        )
+    least = 1
+    for index, layer in enumerate(layers):
+        check_range(f"feature_layers[{index}]", layer, least=least, most=info.feature_layers)
+        least = layer + 1
+    return layers
 
 
 def read_extension(message: pb.Extension, info: EngineInfo) -> Extend:
@@ -310,6 +329,8 @@ def _result_of(outcome: Confirmed, fingerprint: str) -> pb.VerifyResult:
         batch_rows=outcome.batch_rows,
         kv_reused=outcome.kv_reused,
         batch_span=outcome.batch_span,
+        features=outcome.states.data,
+        features_position=outcome.states.position,
     )
 
 

@@ -112,7 +112,7 @@ class StubVllm:
             max_rows=limits.max_rows,
             draw=self._draw,
         )
-        core.info = info
+        core.info = replace(info, feature_size=0, feature_layers=0)
         return VllmTarget(core, times, limits)
 
     def _draw(self, draw: Draw) -> Sampled | GalleyError:

@@ -251,13 +251,17 @@ async def test_a_bad_item_is_named_and_harms_no_other(
     assert engine.sessions == [1]
 
 
-@pytest.mark.parametrize(("field", "value"), [("want_features", True)])
-async def test_unsupported_option_is_refused_by_name(
-    target: rpc.TargetAsyncStub, field: str, value: Any
+async def test_states_come_from_a_target_that_has_some_and_are_refused_by_others(
+    target: rpc.TargetAsyncStub,
 ) -> None:
-    (refused,) = await verify(target, pb.VerifyItem(slice=slice_of(PROMPT), **{field: value}))
-    assert refused.status.code == grpc.StatusCode.UNIMPLEMENTED.value[0]
-    assert refused.status.message.startswith(f"{field}: ")
+    info = await target.GetTargetInfo(pb.GetTargetInfoRequest())
+    wanting = pb.VerifyItem(slice=slice_of(PROMPT), want_features=True, feature_layers=[1])
+    (answer,) = await verify(target, wanting)
+    if info.feature_size:
+        assert len(answer.result.features) == len(PROMPT) * 2 * info.feature_size
+    else:
+        assert answer.status.code == grpc.StatusCode.UNIMPLEMENTED.value[0]
+        assert answer.status.message.startswith("want_features: ")
 
 
 @pages
