@@ -11,9 +11,12 @@ from typing import Final
 MODEL: Final = "model"
 NGRAM: Final = "ngram"
 HYBRID: Final = "hybrid"
+FEATURES: Final = "features"
 ORACLE: Final = "oracle"
 NO_STRATEGY: Final = "none"
-STRATEGIES: Final = (MODEL, NGRAM, HYBRID, ORACLE, NO_STRATEGY)
+STRATEGIES: Final = (MODEL, NGRAM, HYBRID, FEATURES, ORACLE, NO_STRATEGY)
+# Strategies that read the target's states, where the loaded draft does.
+READS_FEATURES: Final = (FEATURES, HYBRID)
 # The gateway's own prompt lookup, for when no draft replica answers. Clients cannot request it.
 LOOKUP: Final = "lookup"
 
@@ -110,6 +113,8 @@ ACCEPTED: Final = "galley.accepted"
 SOURCES: Final = "galley.sources"
 POSITIONS: Final = "galley.positions"
 RANKS: Final = "galley.ranks"
+PROPOSALS: Final = "galley.proposals"
+PROPOSALS_WITH_FEATURES: Final = "galley.proposals_with_features"
 TTFT_NS: Final = "galley.ttft_ns"
 SLOWEST_ROUND_NS: Final = "galley.round.slowest_ns"
 SLOWEST_ROUND_POSITION: Final = "galley.round.slowest_position"

@@ -105,6 +105,20 @@ SPECULATION = Dashboard(
                     max_value=1,
                 ),
                 Panel(
+                    "Proposals with states",
+                    "Share of the proposals whose draft read the target's state of the token before the last "
+                    "confirmed one.",
+                    (Query(ratio(rate(of.PROPOSALS_WITH_FEATURES), rate(of.PROPOSALS)), "with states"),),
+                    "percentunit",
+                    max_value=1,
+                ),
+                Panel(
+                    "Bytes of states",
+                    "Bytes per second of the target's states that gateways receive, and send to drafts.",
+                    (Query(rate(of.FEATURE_BYTES, "direction"), "{{direction}}"),),
+                    unit="suffix: B/s",
+                ),
+                Panel(
                     "Accepted draft tokens by source",
                     "Accepted draft tokens per second, by what proposed them.",
                     (Query(rate(of.ACCEPTED_TOKENS, "strategy"), "{{strategy}}"),),

@@ -301,8 +301,8 @@ def _streams(
     may_look_up = tuning.lookup_fallback and settings.draft != NO_DRAFT
 
     def ports_of(stored: StoredSession, session: Session) -> Ports:
-        target = TargetSession(targets, session.answer.fingerprint or "", stored.directory.target)
         draft = DraftSession(drafts, stored.directory.draft, may_look_up=may_look_up)
+        target = TargetSession(targets, session.answer.fingerprint or "", stored.directory.target, draft)
         return Ports(draft, target, _CLOCK)
 
     return Streams(

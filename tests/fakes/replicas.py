@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
@@ -17,6 +18,7 @@ from galley.common.wire.codec import check_lora, check_token_ids, logprobs_messa
 from galley.common.wire.status import item_status
 from galley.core.content import Miss, prefix_hash
 from galley.core.errors import InvalidField
+from galley.core.features import MAX_FEATURE_TOKENS
 from galley.core.grammar.spec import KINDS
 from galley.core.hints import MAX_HINT_TOKENS, Hint
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -31,6 +33,12 @@ MAX_DRAFT_TOKENS = 16
 PASS_NS = 20_000_000
 MODEL = "tiny"
 STRATEGIES: tuple[str, ...] = ("model", "ngram")
+STATE_SIZE = 2
+
+
+def states_of(positions: Iterable[int], layers: Sequence[int]) -> bytes:
+    """Return the states of tokens after these layers: each names its position and its layer."""
+    return b"".join(struct.pack("<HH", position, layer) for position in positions for layer in layers)
 
 
 class _Failure(Exception):
@@ -145,6 +153,7 @@ class FakeTarget(Replica, rpc.TargetServicer):
         self.lora_adapters: Sequence[str] = ()
         self.grammar_kinds: Sequence[str] = KINDS
         self.trees = False
+        self.feature_size = self.feature_layers = 0
         self.row_costs: tuple[tuple[int, int], ...] = ()
         self.host = pb.Host()
         self.info_gate = Gate()
@@ -184,6 +193,8 @@ class FakeTarget(Replica, rpc.TargetServicer):
             grammar_kinds=self.grammar_kinds,
             host=self.host,
             trees=self.trees,
+            feature_size=self.feature_size,
+            feature_layers=self.feature_layers,
         )
 
     async def Verify(self, request: Any, context: Any) -> pb.VerifyResponse:
@@ -258,7 +269,13 @@ class FakeTarget(Replica, rpc.TargetServicer):
         item, part, tokens = open_request.verify, open_request.verify.slice, open_request.tokens
         assert tokens is not None
         result.position = len(tokens)
+        is_first = result.position == part.start + len(part.tokens)
+        fed_from = part.start if is_first else result.position - 1
         verdict, result.verified = open_request.step()
+        if item.want_features:
+            end = len(tokens) - 1
+            result.features_position = max(fed_from, end - MAX_FEATURE_TOKENS)
+            result.features = states_of(range(result.features_position, end), item.feature_layers)
         self.confirmed[part.session_id] = len(tokens) - part.prompt_len
         held = self._held[part.session_id] = tokens[:-1]
         result.tokens.extend(verdict.tokens)
@@ -337,6 +354,8 @@ class FakeDraft(Replica, rpc.DraftServicer):
         self.spoil_rate = 0.0
         self.model = "tiny-draft"
         self.strategies = STRATEGIES
+        self.feature_layers: Sequence[int] = ()
+        self.feature_size = STATE_SIZE
         self.corrupt: Callable[[pb.ProposeItem, pb.ProposeAnswer], None] = lambda _item, _answer: None
         self.before_answering: Callable[[], Any] | None = None
 
@@ -355,6 +374,8 @@ class FakeDraft(Replica, rpc.DraftServicer):
             incarnation=f"draft-{self.incarnations}",
             max_draft_tokens=MAX_DRAFT_TOKENS,
             vocab_size=VOCAB,
+            feature_layers=self.feature_layers,
+            feature_size=self.feature_size if self.feature_layers else 0,
         )
 
     async def Propose(self, request: Any, context: Any) -> pb.ProposeResponse:

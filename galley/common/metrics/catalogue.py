@@ -84,6 +84,20 @@ VERIFIED_BY_RANK = _gateway_counter(
     "Verified draft tokens, by rank among the candidates for their position.",
     (of.RANK,),
 )
+PROPOSALS = _gateway_counter(
+    "galley.proposals", "{proposal}", "Proposals of drafts that arrived, counted when a stream ends."
+)
+PROPOSALS_WITH_FEATURES = _gateway_counter(
+    "galley.proposals_with_features",
+    "{proposal}",
+    "Those for which the draft read the target's state of the token before the last confirmed one.",
+)
+FEATURE_BYTES = _gateway_counter(
+    "galley.feature_bytes",
+    "By",
+    "Bytes of the target's states that gateways receive for drafts, and send them.",
+    (of.PASSED,),
+)
 PROMPT_TOKENS = _gateway_counter(
     "galley.prompt_tokens", "{token}", "Prompt tokens of new sessions.", (of.WORKLOAD,)
 )

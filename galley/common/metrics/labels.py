@@ -64,6 +64,7 @@ WASTED = Label(
     "`cancelled`: drafted for a cancelled proposal",
     values=("rejected", "unverified", "cancelled"),
 )
+PASSED = Label("direction", "`received`: from targets; `sent`: to drafts", values=("received", "sent"))
 COMPILED = Label("result", "`ok`; `refused`: the request's grammar cannot be used", values=("ok", "refused"))
 OVERLAP = Label(
     "result",

@@ -92,6 +92,11 @@ class Drafting:
     def is_pending(self, request_id: int) -> bool:
         return self.pending is not None and self.pending.request_id == request_id
 
+    @property
+    def is_in_use(self) -> bool:
+        """Return True if a draft works for the session, or caches it."""
+        return self.pending is not None or self.cache_len > 0
+
     def is_cooling_down(self, now: int) -> bool:
         return now < self._off_until
 

@@ -203,7 +203,7 @@ class Verify:
     """Have the target verify `draft_tokens`, then decode `credit` tokens more without a new request.
 
     With `hint_due`, a hint for it is being drafted. `max_verified` bounds the draft tokens of a step; 0: as
-    many as pay.
+    many as pay. `is_drafting`: a draft works for the session, or caches it.
     """
 
     request_id: int
@@ -214,6 +214,7 @@ class Verify:
     hint_due: bool = False
     max_verified: int = 0
     parents: Parents = CHAIN
+    is_drafting: bool = False
 
 
 @value

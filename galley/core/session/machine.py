@@ -376,7 +376,12 @@ class Session:
         self._last_request_id += 1
         tail = self._tail()
         verify = self._verifying.request(
-            self._last_request_id, self.answer, tail, self._room(), hint_due=self._hint_due
+            self._last_request_id,
+            self.answer,
+            tail,
+            self._room(),
+            hint_due=self._hint_due,
+            is_drafting=self._drafting.is_in_use,
         )
         sent = len(verify.draft_tokens)
         self._round.record_sent(tail.sources[:sent])

@@ -173,7 +173,14 @@ class Verifying:
         return self.open is not None and self.open.request_id == request_id
 
     def request(
-        self, request_id: int, answer: Answer, tail: HintTail, room: int, *, hint_due: bool
+        self,
+        request_id: int,
+        answer: Answer,
+        tail: HintTail,
+        room: int,
+        *,
+        hint_due: bool,
+        is_drafting: bool = False,
     ) -> Verify:
         """Open a Verify of the first draft tokens of `tail`, at most `room` - 1 of them.
 
@@ -205,6 +212,7 @@ class Verifying:
             hint_due,
             answer.spec.k,
             tail.parents,
+            is_drafting,
         )
 
     def can_extend(self, answer: Answer, hint: Hint | None, *, hint_due: bool) -> bool:

@@ -22,12 +22,14 @@ from google.protobuf.message import Message
 from galley.common.tls.channels import generation_of
 from galley.common.wire.fields import varint
 from galley.core.errors import GalleyError, Unavailable
+from galley.core.features import FeatureForm
 from galley.core.session.events import Replica
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.gateway.clock import SECOND
 from services.gateway.replicas import messages
 from services.gateway.replicas.delivery import DeliveryQueue
+from services.gateway.replicas.states import sends_states
 
 MEET_TIMEOUT_S = 1.0
 
@@ -441,12 +443,12 @@ class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
         return await self._stub.GetTargetInfo(pb.GetTargetInfoRequest(), timeout=timeout_s)
 
     async def verify(
-        self, item: pb.VerifyItem, receiver: Receiver[pb.VerifyAnswer]
+        self, item: pb.VerifyItem, receiver: Receiver[pb.VerifyAnswer], form: FeatureForm | None = None
     ) -> OpenRequest[pb.VerifyAnswer]:
         """Send a request, after `meet` if the process at the address is not known; return the open request.
 
-        `receiver` gets the responses. Raise like `meet`, or Unavailable if closed meanwhile, or if the target
-        would ignore the grammar of the request.
+        `receiver` gets the responses, with states of this `form` if the target sends those. Raise like
+        `meet`, or Unavailable if closed meanwhile, or if the target would ignore the grammar of the request.
         """
         if self.is_broken:
             self.lost()  # no request was open to notice
@@ -462,6 +464,9 @@ class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
             raise Unavailable(f"the target at {self.address} does not decode by this grammar")
         if item.parents and not self.info.trees:
             messages.without_tree(item)
+        if form is not None and sends_states(self.info, form):
+            item.want_features = True
+            item.feature_layers.extend(form.layers)
         return self.open(item, receiver)
 
     async def close(self) -> None:

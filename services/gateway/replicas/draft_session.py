@@ -17,18 +17,31 @@ from galley.core import names
 from galley.core.answer.answer import SessionSpec
 from galley.core.content import Miss, PrefixHasher, look_up
 from galley.core.errors import Unavailable
+from galley.core.features import FeatureForm, States
 from galley.core.lookup.lookup import SessionLookup
-from galley.core.names import HYBRID, LOOKUP, MODEL, MOVE_FAILED, MOVE_LATE, MOVE_LEFT, NGRAM
+from galley.core.names import (
+    FEATURES,
+    HYBRID,
+    LOOKUP,
+    MODEL,
+    MOVE_FAILED,
+    MOVE_LATE,
+    MOVE_LEFT,
+    NGRAM,
+    READS_FEATURES,
+)
 from galley.core.session import events as ev
 from galley.core.session.events import Replica
 from galley.core.store import CacheLocation
+from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import SECOND
 from services.gateway.replicas import messages
 from services.gateway.replicas.drafts import DraftPool, DraftReplica
 from services.gateway.replicas.messages import ProposeEvent
+from services.gateway.replicas.states import WaitingStates
 from services.gateway.telemetry.observer import request_observer
 
-_MODEL_STRATEGIES = (MODEL, HYBRID)
+_MODEL_STRATEGIES = (MODEL, HYBRID, FEATURES)
 
 _AS_REQUESTED, _PLAIN = "draft", "plain"
 """Ways to draft a session, in trace events; the third is NGRAM in place of the requested strategy."""
@@ -62,11 +75,23 @@ class DraftSession:
         self._may_look_up = may_look_up
         self._lookup: LocalLookup | None = None
         self._drafted_with = _AS_REQUESTED
+        self._states = WaitingStates()
 
     @property
     def replica(self) -> Replica | None:
         """Return the process that caches the session's tokens, None if none does."""
         return None if self._lookup is not None else self._home
+
+    def form_for(self, spec: SessionSpec) -> FeatureForm | None:
+        """Return the target's states that the session's draft reads; None if it reads none."""
+        if spec.strategy not in {"", *READS_FEATURES}:
+            return None
+        draft = self._place(spec, spec.strategy)
+        return None if draft is None else draft.form_of(self._strategy)
+
+    def receive(self, form: FeatureForm, answers: Sequence[pb.VerifyAnswer]) -> None:
+        """Keep the states of verdicts for the next request."""
+        self._states.add(form, answers)
 
     async def propose(self, spec: SessionSpec, request: ev.Propose, remaining_ns: int | None) -> ProposeEvent:
         """Return draft tokens, a cache miss or a failure; retry once at another draft."""
@@ -112,8 +137,11 @@ class DraftSession:
         draft.sessions.add(spec.session_id, started_ns)
         breaker, replica = draft.breaker, draft.client.replica
         attempt = self._drafts.begin(draft, breaker)
+        confirmed = request.slice.start + len(request.slice.tokens) - request.ahead
+        states = self._states.take(draft.form_of(self._strategy), confirmed)
+        request = replace(request, strategy=self._strategy)
         try:
-            response = await _send(draft, spec, replace(request, strategy=self._strategy), remaining_ns)
+            response = await _send(draft, spec, request, states, remaining_ns)
         except asyncio.CancelledError:
             if self._drafts.is_late(started_ns):
                 self._drafts.failed(draft, breaker, attempt)
@@ -143,6 +171,7 @@ class DraftSession:
 
     def _leave(self, draft: DraftReplica, spec: SessionSpec, reason: str) -> None:
         draft.sessions.remove(spec.session_id)
+        self._states.clear()
         self._failed.add(draft.address)
         if self._at is draft:
             self._at = None
@@ -166,15 +195,15 @@ class DraftSession:
 
 
 async def _send(
-    draft: DraftReplica, spec: SessionSpec, request: ev.Propose, remaining_ns: int | None
+    draft: DraftReplica, spec: SessionSpec, request: ev.Propose, states: States, remaining_ns: int | None
 ) -> ProposeEvent:
-    """Send the request to the draft; only cancellation raises."""
+    """Send the request to the draft, with states of the target; only cancellation raises."""
     client = draft.client
     span = request_observer().call(names.PROPOSE, draft.address)
     k = min(request.k, client.info.max_draft_tokens)
     started_s = asyncio.get_running_loop().time()
     try:
-        item = await messages.propose_item(spec, request, k, remaining_ns, span.traceparent)
+        item = await messages.propose_item(spec, request, k, remaining_ns, span.traceparent, states)
         if client.replica is None:  # another process at this address may have another tokenizer
             span.failed("unavailable")
             return ev.Failed(request.request_id, f"the draft at {draft.address} is unavailable")

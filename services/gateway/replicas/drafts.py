@@ -15,6 +15,7 @@ from galley.common.logs import get_logger
 from galley.common.registry.leases import draft_lease
 from galley.core import names
 from galley.core.errors import GalleyError, TokenizerMismatch
+from galley.core.features import FeatureForm
 from galley.core.lru import RecentKeys
 from galley.core.routing.breaker import Breaker, State
 from galley.core.routing.choice import DraftCandidate, DraftLease, choose_draft
@@ -48,6 +49,13 @@ class DraftReplica(PoolReplica[DraftClient, DraftLease]):
         if self._breaker_of != self.client.info.incarnation:
             self._breaker, self._breaker_of = Breaker(), self.client.info.incarnation
         return self._breaker
+
+    def form_of(self, strategy: str) -> FeatureForm | None:
+        """Return the target's states that it reads for a strategy ("" is its default), None for none."""
+        info = self.client.info
+        if not info.feature_layers or (strategy or info.default_strategy) not in names.READS_FEATURES:
+            return None
+        return FeatureForm(tuple(info.feature_layers), info.feature_size)
 
     def is_available(self, now_ns: int) -> bool:
         return self.is_accepted and self.client.replica is not None and self.breaker.can_begin(now_ns)

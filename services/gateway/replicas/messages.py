@@ -12,6 +12,7 @@ from galley.common.wire.codec import grammar_message, logprobs_from, sampling_me
 from galley.common.wire.status import error_type, item_error_type
 from galley.core.answer.answer import SessionSpec
 from galley.core.errors import InvalidField
+from galley.core.features import NO_STATES, States
 from galley.core.grammar.limits import FIELD as GRAMMAR_FIELD
 from galley.core.names import DRAFT_SOURCES
 from galley.core.session import events as ev
@@ -71,7 +72,12 @@ async def verify_item(
 
 
 async def propose_item(
-    spec: SessionSpec, request: ev.Propose, k: int, remaining_ns: int | None, traceparent: str
+    spec: SessionSpec,
+    request: ev.Propose,
+    k: int,
+    remaining_ns: int | None,
+    traceparent: str,
+    states: States = NO_STATES,
 ) -> pb.ProposeItem:
     item = pb.ProposeItem(
         slice=_slice_without_tokens(spec, request.slice, remaining_ns, traceparent),
@@ -80,6 +86,8 @@ async def propose_item(
         workload=spec.workload,
         ahead=request.ahead,
         width=request.width if request.width > 1 else 0,
+        features=states.data,
+        features_position=states.position,
     )
     await _add_tokens(item.slice, request.slice.tokens)
     return item

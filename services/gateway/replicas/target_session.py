@@ -32,6 +32,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import SECOND
 from services.gateway.replicas import messages
 from services.gateway.replicas.clients import OpenRequest
+from services.gateway.replicas.states import StateReader
 from services.gateway.replicas.targets import TargetPool, TargetReplica
 from services.gateway.telemetry.observer import request_observer
 
@@ -46,8 +47,18 @@ class TargetSession:
     a response is due. Until the next response, replicas that failed it are used only if there is no other.
     """
 
-    def __init__(self, targets: TargetPool, fingerprint: str = "", held: CacheLocation | None = None) -> None:
-        """`fingerprint` is the build that computed the session so far; `held` is from the KV directory."""
+    def __init__(
+        self,
+        targets: TargetPool,
+        fingerprint: str = "",
+        held: CacheLocation | None = None,
+        reader: StateReader | None = None,
+    ) -> None:
+        """`fingerprint` is the build that computed the session so far; `held` is from the KV directory.
+
+        `reader` gets the states that it reads while a draft works for the session.
+        """
+        self.reader = reader
         self.timeout = VerdictTimeout(targets.slow_factor)
         self._targets = targets
         self._fingerprint = fingerprint
@@ -209,20 +220,18 @@ class _Attempt:
         remaining_ns: int | None,
         extensions: Sequence[ev.ExtendVerify],
         report: ReportEvents,
-        *,
-        has_begun: bool,
+        session: TargetSession,
     ) -> None:
-        """Send the request soon; `extensions` are sent after it, and the list may grow until then.
-
-        `has_begun` is the session's.
-        """
+        """Send the request soon; `extensions` are sent after it, and the list may grow until then."""
         self.target = target
-        self.has_begun = has_begun
+        self.has_begun = session.has_begun
         self.rows = len(request.slice.tokens) + len(request.draft_tokens)
         self.sent: OpenRequest[pb.VerifyAnswer] | None = None
         self._request_id = request.request_id
         self._extensions = extensions
         self._report = report
+        self._reader = session.reader if request.is_drafting else None
+        self._form = None if self._reader is None else self._reader.form_for(spec)
         self._sent_to: Replica | None = None
         self._span = request_observer().call(names.VERIFY, target.address)
         # Made when it is sent: a message with a long prompt takes a turn of the event loop of its own.
@@ -261,7 +270,7 @@ class _Attempt:
     async def _send(self) -> None:
         client = self.target.client
         try:
-            self.sent = await client.verify(await self._item(), self)
+            self.sent = await client.verify(await self._item(), self, self._form)
         except TokenizerMismatch as error:
             self._report(self, [self.abandon(str(error), error_type(error))])
         except (grpc.aio.AioRpcError, Unavailable) as error:
@@ -285,6 +294,8 @@ class _Attempt:
         if not messages.has_more(last):
             self._has_ended = True
             messages.note_status(self._span, last)
+        if self._reader is not None and self._form is not None:
+            self._reader.receive(self._form, responses)
         self._report(self, events)
 
     def fail(self, error: Exception) -> None:
@@ -373,7 +384,7 @@ class TargetRequest:
             self._remaining_ns,
             self._extensions,
             self._take,
-            has_begun=self._session.has_begun,
+            self._session,
         )
 
     def _take(self, attempt: _Attempt, events: list[VerifyEvent]) -> None:

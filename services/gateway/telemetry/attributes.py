@@ -107,6 +107,8 @@ def result_attributes(
         names.SOURCES: describe_sources(stats.sources.values()),
         names.POSITIONS: describe_counts(stats.accepted_at, stats.verified_at),
         names.RANKS: describe_counts(stats.accepted_by_rank, stats.verified_by_rank),
+        names.PROPOSALS: stats.proposals,
+        names.PROPOSALS_WITH_FEATURES: stats.proposals_with_features,
         names.SLOWEST_ROUND_NS: rounds.slowest_ns,
         names.SLOWEST_ROUND_POSITION: rounds.slowest_position,
         names.SLOWEST_COMMIT_NS: rounds.slowest_commit_ns,

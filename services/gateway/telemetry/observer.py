@@ -226,12 +226,17 @@ class RequestObserver:
         if self.sessions is not None:
             self.sessions.misses[pool.value].value += 1
 
+    def passed_states(self, direction: str, size: int) -> None:
+        """Report bytes of the target's states: "received" from it, or "sent" to a draft."""
+        if self.sessions is not None:
+            self.sessions.state_bytes[direction].value += size
+
     def stopped(self, session: Session, end: ev.End | None) -> None:
         """Report that the session has stopped here; `end` is None if it was stopped before it ended."""
         if self._counts is not None:
             self._counts.stopped()
         if self.sessions is not None:
-            self.sessions.unverified.value += session.stats.unverified
+            self.sessions.count_proposals(session.stats)
         rounds, request = self._rounds, self._request
         if self._start is None or rounds is None or request is None:
             return

@@ -18,7 +18,7 @@ from galley.common.wire.status import error_type
 from galley.core.admission.admission import Principal
 from galley.core.errors import GalleyError
 from galley.core.session.events import RoundEnded
-from galley.core.session.round import plain_ns
+from galley.core.session.round import SpeculationStats, plain_ns
 from galley.core.trees import MAX_WIDTH
 
 _SECOND = 1e9
@@ -53,6 +53,10 @@ class SessionMetrics:
         self.duration = registry.distribute(catalogue.ROUND_DURATION).at()
         overlaps = registry.count(catalogue.OVERLAPS)
         self.overlaps = {result: overlaps.at(result) for result in ("hit", "miss")}
+        self._proposals = registry.count(catalogue.PROPOSALS).at()
+        self._with_features = registry.count(catalogue.PROPOSALS_WITH_FEATURES).at()
+        state_bytes = registry.count(catalogue.FEATURE_BYTES)
+        self.state_bytes = {direction: state_bytes.at(direction) for direction in ("received", "sent")}
         misses = registry.count(catalogue.CACHE_MISSES)
         self.misses = {pool: misses.at(pool) for pool in ("draft", "target")}
         self.stalls = registry.count(catalogue.CLIENT_STALLS).at()
@@ -71,6 +75,12 @@ class SessionMetrics:
 
     def usage_of(self, principal: str, direction: str) -> Count:
         return self._usage.at(principal if self._names_principals else Principal(principal).kind, direction)
+
+    def count_proposals(self, stats: SpeculationStats) -> None:
+        """Count the proposals of a stream that has ended."""
+        self.unverified.value += stats.unverified
+        self._proposals.value += stats.proposals
+        self._with_features.value += stats.proposals_with_features
 
     def queue(self, count: Callable[[], None]) -> None:
         """Run `count` before the next reading."""

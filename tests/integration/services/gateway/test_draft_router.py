@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry
 from galley.core.answer.answer import SessionSpec
 from galley.core.content import prefix_hash
-from galley.core.names import MODEL, NGRAM
+from galley.core.names import FEATURES, MODEL, NGRAM
 from galley.core.routing.breaker import FAILURES
 from galley.core.session import events as ev
 from galley.core.store import CacheLocation
@@ -23,6 +23,7 @@ from services.gateway.replicas.draft_session import DraftSession
 from services.gateway.replicas.drafts import DraftPool
 from services.gateway.replicas.membership import POLL_S, RegisteredAddresses, StaticAddresses
 from tests.fakes.fleet import DraftFleet
+from tests.fakes.replicas import states_of
 from tests.fakes.truth import SEED, true_output
 from tests.fakes.waiting import PATIENCE_S
 from tests.fakes.world import PROMPT_TOKENS, SPEC, World
@@ -429,3 +430,24 @@ async def until_used(here: Here, address: str) -> None:
 
 def refuse(_item: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:
     answer.status.code = grpc.StatusCode.INTERNAL.value[0]
+
+
+async def test_a_session_that_leaves_its_draft_takes_no_states_along(here: Here) -> None:
+    for member in here.fleet.members:
+        member.fake.feature_layers, member.fake.strategies = (2, 5), (FEATURES, NGRAM)
+        member.fake.forget()  # so that it describes itself anew
+        await member.publish()
+    await here.drafts.refresh()
+    session = DraftSession(here.drafts)
+    form = session.form_for(SPEC)
+    assert form is not None
+    states = states_of(range(4), form.layers)
+    result = pb.VerifyResult(features_position=0, features=states)
+    session.receive(form, [pb.VerifyAnswer(result=result)])
+    for member in here.fleet.members:
+        member.fake.fail(grpc.StatusCode.UNAVAILABLE, 1)
+    assert isinstance(await here.ask(session), ev.Failed)
+    sent = [call.features for member in here.fleet.members for call in member.fake.calls]
+    assert sorted(sent) == [b"", states]
+    session.receive(form, [pb.VerifyAnswer(result=result)])
+    assert session.form_for(replace(SPEC, strategy=NGRAM)) is None

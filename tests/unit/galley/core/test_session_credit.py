@@ -387,3 +387,14 @@ def test_the_last_credit_covers_the_rest_of_the_answer() -> None:
     here.run_to_end()
     assert here.verifies == 1
     assert here.extensions == 1
+
+
+def test_a_request_says_whether_a_draft_works_for_the_session() -> None:
+    def said(here: World) -> list[bool]:
+        return [message.is_drafting for message in here.to_target if isinstance(message, ev.Verify)]
+
+    assert said(world(k=0)) == [False]
+    assert said(world(k=4)) == [True]
+    here = world(k=4, credit=0)
+    here.draft_answers(fail=True)
+    assert said(here) == [False]

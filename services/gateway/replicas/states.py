@@ -1,0 +1,96 @@
+"""The target's states on their way to the draft of one session.
+
+They come with the verdicts on requests that want them, and leave with the next request to the draft. They are
+passed on at most once, and never stored: a draft does without those that are lost.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Protocol
+
+from galley.core.answer.answer import SessionSpec
+from galley.core.features import (
+    MAX_FEATURE_LAYERS,
+    MAX_FEATURE_TOKENS,
+    NO_STATES,
+    FeatureForm,
+    States,
+)
+from galley.pb.galley.v1 import galley_pb2 as pb
+from services.gateway.telemetry.observer import request_observer
+
+MAX_STATES_BYTES = 1024 * 1024
+"""Bytes of states in a request, well below what a draft takes as one message."""
+
+
+class StateReader(Protocol):
+    """The draft of a session, for its target."""
+
+    def form_for(self, spec: SessionSpec) -> FeatureForm | None:
+        """Return the states that the session's draft reads; None if it reads none."""
+
+    def receive(self, form: FeatureForm, answers: Sequence[pb.VerifyAnswer]) -> None:
+        """Take the states of verdicts on a request for states of this form."""
+
+
+def sends_states(info: pb.GetTargetInfoResponse, form: FeatureForm) -> bool:
+    """Return True if a target sends states of this form; it would refuse a request for others."""
+    layers = (0, *form.layers, info.feature_layers + 1)
+    rise = all(before < after for before, after in pairwise(layers))
+    return rise and 0 < len(form.layers) <= MAX_FEATURE_LAYERS and 0 < form.size == info.feature_size
+
+
+class WaitingStates:
+    """States that the draft of one session has not got, of at most the last MAX_FEATURE_TOKENS tokens."""
+
+    def __init__(self) -> None:
+        self._observer = request_observer()
+        self._form: FeatureForm | None = None
+        self._arrived: deque[States] = deque()
+        self._tokens = 0
+
+    def add(self, form: FeatureForm, answers: Sequence[pb.VerifyAnswer]) -> None:
+        """Keep the states of verdicts that are of this form; drop those of any other."""
+        if form != self._form:
+            self.clear()
+            self._form = form
+        for answer in answers:
+            result = answer.result
+            if result.features:
+                self._add(result.features_position, result.features, form.token_bytes)
+
+    def _add(self, position: int, data: bytes, token_bytes: int) -> None:
+        self._observer.passed_states("received", len(data))
+        tokens, rest = divmod(len(data), token_bytes)
+        if rest or tokens > MAX_FEATURE_TOKENS:
+            return
+        self._arrived.append(States(position, tokens, data))
+        self._tokens += tokens
+        while self._tokens - self._arrived[0].tokens >= MAX_FEATURE_TOKENS:
+            self._tokens -= self._arrived.popleft().tokens
+
+    def take(self, form: FeatureForm | None, end: int) -> States:
+        """Return the states of tokens before `end` for a draft that reads this form; keep later ones."""
+        if not self._arrived:
+            return NO_STATES
+        states = NO_STATES
+        for further in self._arrived:
+            states = states.joined(further)
+        self.clear()
+        if form is None or form != self._form:
+            return NO_STATES
+        if later := max(0, states.end - max(end, states.position)):
+            self._arrived.append(states.since(states.end - later))
+            self._tokens = later
+        tokens = states.tokens - later
+        states = States(states.position, tokens, states.data[: tokens * form.token_bytes])
+        states = states.since(states.end - MAX_STATES_BYTES // form.token_bytes)
+        self._observer.passed_states("sent", len(states.data))
+        return states if states.tokens else NO_STATES
+
+    def clear(self) -> None:
+        self._arrived.clear()
+        self._tokens = 0
