@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from galley.core.errors import Broken
-from galley.core.step import StepChunk
+from galley.core.step import Sampled, StepChunk, StepOutcome
+from galley.core.trees import follow
 
 
 @dataclass(slots=True)
@@ -86,6 +87,47 @@ def check_states(chunks: Sequence[StepChunk], layers: int) -> None:
         least, most = chunk.want_logits, len(chunk.tokens)
         if not least <= chunk.feature_rows <= most:
             raise Broken(f"feature_rows: must be in [{least}, {most}], got {chunk.feature_rows}")
+
+
+def with_states(
+    chunks: Sequence[StepChunk], outcomes: Sequence[StepOutcome], states: Tensor
+) -> list[StepOutcome]:
+    """Return the outcomes with the wanted states of the tokens that are confirmed with them.
+
+    `states` are those of a step, [sum of feature_rows, wanted_layers, hidden]; those returned leave the
+    model's device in one copy.
+    """
+    if len(states) == 0:
+        return list(outcomes)
+    first, rows, counts = 0, [], []
+    for chunk, outcome in zip(chunks, outcomes, strict=True):
+        own = _confirmed_rows(chunk, outcome)
+        rows += [first + row for row in own]
+        counts.append(len(own))
+        first += wanted_rows(chunk)
+    index = torch.tensor(rows, dtype=torch.long, device=states.device)
+    parts = torch.split(states.index_select(0, index).to(torch.bfloat16).cpu(), counts)
+    layers = wanted_layers(chunks)
+    return [
+        replace(outcome, states=_packed(part[:, [layers.index(layer) for layer in chunk.feature_layers]]))
+        if len(part) and isinstance(outcome, Sampled)
+        else outcome
+        for chunk, outcome, part in zip(chunks, outcomes, parts, strict=True)
+    ]
+
+
+def _confirmed_rows(chunk: StepChunk, outcome: StepOutcome) -> list[int]:
+    """Return which of the rows that a chunk wants states of are confirmed tokens, in order."""
+    draw = chunk.draw
+    if draw is None or not chunk.feature_layers or not isinstance(outcome, Sampled):
+        return []
+    nodes = chunk.feature_rows - len(draw.draft_tokens)  # the row of the first draft token
+    path = follow(draw.draft_tokens, draw.parents, outcome.tokens[:-1])
+    return [*range(nodes), *(nodes + node for node in path)]
+
+
+def _packed(states: Tensor) -> bytes:
+    return states.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def size_of(module: Any) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from galley.common.logs import get_logger
 from galley.core.errors import Broken, GalleyError
 from galley.core.step import StepChunk, StepTrace, TokenMove
 from galley.engine.parallel.process_group import ProcessGroup, RankLost
+from galley.engine.states import check_states
 
 if TYPE_CHECKING:
     from galley.engine.model import CausalModel, KvPool, ModelInfo
@@ -54,15 +55,20 @@ class ShardedModel:
         """Return this rank's part of the pool; the other ranks have as many blocks."""
         return self._model.kv
 
-    def run(
+    def run_with_states(
         self,
         chunks: Sequence[StepChunk],
         copies: Sequence[tuple[int, int]] = (),
         watch: StepTrace | None = None,
         *,
         moves: Sequence[TokenMove] = (),
-    ) -> Tensor:
-        """Run a step on all ranks. Raise RankLost after a loss or a failed step, and then always."""
+    ) -> tuple[Tensor, Tensor]:
+        """Run a step on all ranks. Raise RankLost after a loss or a failed step, and then always.
+
+        The states are whole on each rank, so only rank 0 reads them.
+        """
+        # The other ranks do not know of states, so these are refused before they get the step.
+        check_states(chunks, self.info.layers)
         if self._lost:
             raise RankLost("this replica has lost a rank, or a step failed on it")
         try:
@@ -75,12 +81,12 @@ class ShardedModel:
             self._lose()
             raise
 
-    def _run(self, step: RankStep, watch: StepTrace | None) -> Tensor:
+    def _run(self, step: RankStep, watch: StepTrace | None) -> tuple[Tensor, Tensor]:
         send_numbers(self._plans, encode(step))
-        logits = self._model.run(step.chunks, step.copies, watch, moves=step.moves)
+        result = self._model.run_with_states(step.chunks, step.copies, watch, moves=step.moves)
         if watch is not None:
             watch.rank_ns = partial(self._collect, self._plans.share(watch.rank_ns()[0]))
-        return logits
+        return result
 
     def _collect(self, exchanged: Callable[[], Sequence[int]]) -> Sequence[int]:
         try:

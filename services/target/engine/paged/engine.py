@@ -9,6 +9,7 @@ from galley.core.step import StepOutcome, StepPlan, StepTrace
 from galley.engine.masking import MaskThread
 from galley.engine.sampler import draw_masked
 from galley.engine.sampling.draw import warm_up
+from galley.engine.states import with_states
 from services.target.engine.paged.measurement import measure
 from services.target.engine.paged.target import PagedTarget
 from services.target.engine.protocol import EngineInfo, Limits
@@ -44,6 +45,8 @@ class PagedEngine:
             kv_block_tokens=kv.block_tokens,
             kv_blocks=kv.blocks,
             directory=info.directory,
+            feature_size=info.hidden_size,
+            feature_layers=info.layers,
         )
 
     @property
@@ -60,6 +63,8 @@ class PagedEngine:
         """Run one step; what cannot be sampled, such as NaN, is the outcome of its chunk alone."""
         draws = [chunk.draw for chunk in plan.chunks if chunk.draw is not None]
         with self._masks.beside(draws, watch=watch) as masks:
-            logits = self._model.run(plan.chunks, plan.copies, watch, moves=plan.moves)  # [logit rows, vocab]
+            # [logit rows, vocab] and [feature rows, layers, hidden]
+            logits, states = self._model.run_with_states(plan.chunks, plan.copies, watch, moves=plan.moves)
         drawn = iter(draw_masked(logits, draws, masks))
-        return [None if chunk.draw is None else next(drawn) for chunk in plan.chunks]
+        outcomes = [None if chunk.draw is None else next(drawn) for chunk in plan.chunks]
+        return with_states(plan.chunks, outcomes, states)

@@ -77,8 +77,12 @@ def run(work: Work, ranks: Ranks) -> dict[str, Any]:
         quantization=work.quantization,
     )
     trials = [InvarianceTrial(model, SEQUENCES, work.longest, seed).run(work.passes) for seed in work.seeds]
+    layers = 1, model.info.layers
+    fed = StepChunk(0, PROMPT, range(4), len(PROMPT), feature_layers=layers, feature_rows=len(PROMPT))
+    logits, states = model.run_with_states([fed])
     return {
-        "logits": model.run([StepChunk(0, PROMPT, range(4), len(PROMPT))]),
+        "logits": logits,
+        "states": states,
         "greedy": greedy(model, work.new_tokens),
         "trials": [
             {"seed": seed, **dataclasses.asdict(trial)}

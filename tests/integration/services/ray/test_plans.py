@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -113,6 +115,7 @@ class StandIn:
     def __init__(self, failure: Exception | None = None) -> None:
         self.ran: list[RankStep] = []
         self.failure = failure
+        self.info = SimpleNamespace(layers=3)
 
     def run(
         self,
@@ -126,6 +129,16 @@ class StandIn:
         if self.failure is not None:
             raise self.failure
         return torch.ones(1)
+
+    def run_with_states(
+        self,
+        chunks: Sequence[StepChunk],
+        copies: Sequence[tuple[int, int]],
+        watch: StepTrace | None = None,
+        *,
+        moves: Sequence[TokenMove] = (),
+    ) -> tuple[Tensor, Tensor]:
+        return self.run(chunks, copies, watch, moves=moves), torch.zeros(2)
 
 
 def model_of(stand_in: StandIn) -> CausalModel:
@@ -143,11 +156,26 @@ MOVE = TokenMove(2, 3, 2, 1)
 def test_all_ranks_run_what_rank_0_runs_until_it_stops() -> None:
     wire, first, other = Wire(), StandIn(), StandIn()
     model = ShardedModel(model_of(first), wire, on_loss=lambda: pytest.fail("nothing was lost"))
-    assert model.run([CHUNK], [(1, 2)], moves=[MOVE]).tolist() == [1.0]
-    model.run([CHUNK])
+    logits, _ = model.run_with_states([CHUNK], [(1, 2)], moves=[MOVE])
+    assert logits.tolist() == [1.0]
+    model.run_with_states([CHUNK])
     model.stop()
     follow(model_of(other), wire, untold)
     assert other.ran == first.ran == [RankStep((CHUNK,), ((1, 2),), moves=(MOVE,)), RankStep((CHUNK,), ())]
+
+
+def test_rank_0_alone_reads_states_and_refuses_them_before_the_others_run() -> None:
+    wire, first, other = Wire(), StandIn(), StandIn()
+    model = ShardedModel(model_of(first), wire, on_loss=lambda: pytest.fail("nothing was lost"))
+    with pytest.raises(Broken, match="feature_layers: must be in"):
+        model.run_with_states([replace(CHUNK, feature_layers=(4,), feature_rows=2)])
+    assert not wire.sent
+    wanted = replace(CHUNK, feature_layers=(1, 3), feature_rows=2)
+    _, states = model.run_with_states([wanted])
+    model.stop()
+    follow(model_of(other), wire, untold)
+    assert states.tolist() == [0.0, 0.0]
+    assert (first.ran[0].chunks, other.ran[0].chunks) == ((wanted,), (CHUNK,))
 
 
 @pytest.mark.parametrize("watch", [None, StepTrace(bytes(range(24)))], ids=["untraced", "traced"])
@@ -156,7 +184,7 @@ def test_a_refused_pass_is_refused_by_all_and_the_next_one_runs(watch: StepTrace
     model = ShardedModel(model_of(first), wire, on_loss=lambda: pytest.fail("nothing was lost"))
     for _ in range(2):
         with pytest.raises(Broken, match="no"):
-            model.run([CHUNK], (), watch)
+            model.run_with_states([CHUNK], (), watch)
     model.stop()
     follow(model_of(other), wire, untold)
     assert len(other.ran) == 2
@@ -168,9 +196,9 @@ def test_after_a_loss_nothing_runs_any_more(failure: Exception) -> None:
     wire, first = Wire(), StandIn(failure)
     model = ShardedModel(model_of(first), wire, on_loss=losses.release)
     with pytest.raises(type(failure)):
-        model.run([CHUNK])
+        model.run_with_states([CHUNK])
     with pytest.raises(RankLost):
-        model.run([CHUNK])
+        model.run_with_states([CHUNK])
     model.stop()
     assert len(first.ran) == 1
     assert losses.acquire(blocking=False)

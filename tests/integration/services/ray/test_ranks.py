@@ -28,6 +28,7 @@ OTHERS = ("mistral", "qwen3", "gemma2", "gpt_neox")
 
 def agree(ours: dict[str, Any], alone: dict[str, Any]) -> None:
     assert torch.allclose(alone["logits"], ours["logits"], rtol=0, atol=TOLERANCE)
+    assert torch.allclose(alone["states"], ours["states"], rtol=TOLERANCE, atol=TOLERANCE)
     assert alone["greedy"] == ours["greedy"]
 
 
