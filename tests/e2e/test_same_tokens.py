@@ -26,6 +26,7 @@ pytestmark = [
 ]
 
 MAX_TOKENS = 16
+MOST_TRIES = 10
 SUBSET = PROMPTS[::4]
 PLAIN = Case("off", 0, 8)
 CASES = pairwise_cases(FEW_SPOILS)
@@ -128,8 +129,12 @@ async def test_wrong_draft_token_ends_acceptance(taught: Clients, default_model_
     ]
     taught.teach(lessons)
     case = Case(ORACLE, k, 1, spoil=0.0)
-    answers = await read_answers(taught.of(case), prompts, options, case)
-    for count, (answer, expected) in enumerate(zip(answers, plain, strict=True)):
-        assert answer.tokens == expected.tokens
-        assert any(answer.from_draft[:count]) == (count > 0)
-        assert not answer.from_draft[count]
+    for count, (prompt, expected) in enumerate(zip(prompts, plain, strict=True)):
+        for left in reversed(range(MOST_TRIES)):
+            [answer] = await read_answers(taught.of(case), [prompt], options, case)
+            assert answer.tokens == expected.tokens
+            assert not answer.from_draft[count]
+            # On a busy machine the draft may be away, or too late, for the first tokens.
+            if answer.stats.verified and any(answer.from_draft[:count]) == (count > 0):
+                break
+            assert left, f"the tokens before number {count} were never accepted: {answer}"
