@@ -39,8 +39,10 @@ class Rounds:
     `proposed` draft tokens arrived, of which `drafted` went to the target; `cancelled` proposals did not
     arrive. `accepted_at[i]` counts the rounds in which a draft token for position i was accepted, and
     `verified_at[i]` those in which any was verified. `accepted_by_rank` and `verified_by_rank` count draft
-    tokens by rank among the candidates for their position. `exposed_draft_ns` is the time in which the target
-    waited for the draft. `sources` divides draft tokens by what proposed them.
+    tokens by rank among the candidates for their position. Of the `proposals` of the draft,
+    `proposals_with_features` read the target's state of the token before the last confirmed one.
+    `exposed_draft_ns` is the time in which the target waited for the draft. `sources` divides draft tokens by
+    what proposed them.
     """
 
     rounds: int = 0
@@ -53,6 +55,8 @@ class Rounds:
     verified_at: tuple[int, ...] = ()
     accepted_by_rank: tuple[int, ...] = ()
     verified_by_rank: tuple[int, ...] = ()
+    proposals: int = 0
+    proposals_with_features: int = 0
     round_ns: int = 0
     exposed_draft_ns: int = 0
     draft_compute_ns: int = 0
@@ -77,6 +81,11 @@ class Rounds:
     @property
     def has_trees(self) -> bool:
         return len(self.verified_by_rank) > 1
+
+    @property
+    def feature_share(self) -> float:
+        """Return the share of the proposals that read the target's state."""
+        return self.proposals_with_features / self.proposals if self.proposals else 0.0
 
     @property
     def exposed_share(self) -> float:

@@ -273,6 +273,8 @@ def _rounds(stats: pb.SpeculationStats) -> Rounds:
         verified_at=tuple(stats.verified_at),
         accepted_by_rank=tuple(stats.accepted_by_rank),
         verified_by_rank=tuple(stats.verified_by_rank),
+        proposals=stats.proposals,
+        proposals_with_features=stats.proposals_with_features,
         round_ns=stats.round_ns,
         exposed_draft_ns=stats.exposed_draft_ns,
         draft_compute_ns=stats.draft_compute_ns,

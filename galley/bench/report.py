@@ -117,6 +117,7 @@ def _figures(of: Rounds) -> dict[str, Any]:
         "tokens_per_round": of.tokens_per_round,
         "accepted_by_position": of.by_position,
         "accepted_share_by_rank": of.by_rank,
+        "proposals_with_features_share": of.feature_share,
         "exposed_draft_share": of.exposed_share,
         "wasted_draft": of.wasted_draft,
         "wasted_verify": of.wasted_verify,
@@ -168,7 +169,7 @@ def acceptance_table(acceptance: Mapping[tuple[str, str], Rounds]) -> Table:
     table = Table(title="Acceptance and waste (over all loads)", title_justify="left")
     for name in ("workload", "arm"):
         table.add_column(name)
-    columns = (
+    columns = [
         "accepted",
         "by source",
         "tokens/round",
@@ -176,7 +177,9 @@ def acceptance_table(acceptance: Mapping[tuple[str, str], Rounds]) -> Table:
         "draft exposed",
         "wasted draft",
         "wasted verify",
-    )
+    ]
+    has_states = any(of.proposals_with_features for of in acceptance.values())
+    columns += ["with states"] if has_states else []
     for name in columns:
         table.add_column(name, justify="right")
     for (workload, arm), of in acceptance.items():
@@ -190,12 +193,15 @@ def acceptance_table(acceptance: Mapping[tuple[str, str], Rounds]) -> Table:
             f"{of.exposed_share:.1%}",
             _share(of.wasted_draft, of.proposed),
             _share(of.wasted_verify, of.verified),
+            *([_share(of.proposals_with_features, of.proposals)] if has_states else []),
         )
     table.caption = (
         "accepted: share of the verified; by source: accepted/verified; "
         "draft exposed: share of the rounds' time that the target waited "
         "for the draft; wasted: share of the proposed, or of the verified, that was not accepted"
     )
+    if has_states:
+        table.caption += "; with states: share of the proposals that read the target's state"
     return table
 
 

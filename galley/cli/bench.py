@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _NONCE_BYTES = 4
-_STRATEGIES = ("off", "auto", "ngram", "model", "hybrid")
+_STRATEGIES = ("off", "auto", "ngram", "model", "hybrid", "features")
 _QUICK = {
     "workloads": "chat,rewrite",
     "concurrency": "1,4",
@@ -109,7 +109,7 @@ def bench(  # noqa: PLR0913  # one parameter a flag
     strategies: Annotated[
         str,
         _speculation(
-            help="Strategies, with commas: off, auto, ngram, model, hybrid. Default: all that are offered."
+            help="Strategies, with commas: off, auto, ngram, model, hybrid, features. Default: all offered."
         ),
     ] = "",
     k: Annotated[str, _speculation(help="Draft tokens a round of fixed strategies, with commas.")] = "4",

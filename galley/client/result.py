@@ -54,8 +54,10 @@ class SpeculationUsage:
 
     `sources` has those of each source: a strategy of the draft such as `model`, the request's `grammar`, its
     `prediction`, or `shared` (recent answers that all drafts know). `accepted_by_rank` and `verified_by_rank`
-    count draft tokens by rank among the candidates for their position, the likeliest first. A gateway counts
-    from the start of its stream. If the stream was resumed, the rounds before are missing.
+    count draft tokens by rank among the candidates for their position, the likeliest first. Of the
+    `proposals` of drafts, `proposals_with_features` read the target's state of the token before the last
+    confirmed one. A gateway counts from the start of its stream. If the stream was resumed, the rounds before
+    are missing.
     """
 
     rounds: int
@@ -65,6 +67,8 @@ class SpeculationUsage:
     sources: dict[str, SourceUsage] = field(default_factory=dict)
     accepted_by_rank: tuple[int, ...] = ()
     verified_by_rank: tuple[int, ...] = ()
+    proposals: int = 0
+    proposals_with_features: int = 0
 
     @property
     def acceptance_rate(self) -> float:
@@ -197,6 +201,8 @@ def speculation_usage(stats: pb.SpeculationStats) -> SpeculationUsage:
         sources=sources,
         accepted_by_rank=tuple(stats.accepted_by_rank),
         verified_by_rank=tuple(stats.verified_by_rank),
+        proposals=stats.proposals,
+        proposals_with_features=stats.proposals_with_features,
     )
 
 

@@ -111,6 +111,7 @@ class FakeGateway(rpc.GenerationServicer):
                 )
             index += size
         stats = pb.SpeculationStats(rounds=2, drafted=4, verified=4, accepted=2, sources=self.sources)
+        stats.proposals, stats.proposals_with_features = 2, 1
         stats.verified_by_rank.extend((3, 1))
         stats.accepted_by_rank.extend((1, 1))
         yield pb.StreamEvent(

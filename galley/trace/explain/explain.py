@@ -154,6 +154,9 @@ def _spent(story: Story) -> Iterator[str]:
         yield f"Accepted by rank: {_listed(by_rank)}."
         by_position = _counts_of(story, names.POSITIONS)
         yield f"Accepted by position, in rounds: {_listed(by_position[:_MOST_POSITIONS])}."
+    if with_states := sum(request.integer(names.PROPOSALS_WITH_FEATURES) for request in story.requests):
+        proposals = sum(request.integer(names.PROPOSALS) for request in story.requests)
+        yield f"Of {count(proposals, 'proposal')}, {with_states:,} read the target's state."
 
 
 def drafts_of(story: Story) -> tuple[int, int, int]:

@@ -57,7 +57,14 @@ ANSWER = Result(
     stop="!",
     usage=Usage(prompt_tokens=5, output_tokens=4),
     speculation=SpeculationUsage(
-        rounds=2, drafted=4, verified=4, accepted=2, accepted_by_rank=(1, 1), verified_by_rank=(3, 1)
+        rounds=2,
+        drafted=4,
+        verified=4,
+        accepted=2,
+        accepted_by_rank=(1, 1),
+        verified_by_rank=(3, 1),
+        proposals=2,
+        proposals_with_features=1,
     ),
     session_id=SESSION,
     model="tiny",

@@ -9,7 +9,7 @@ import pytest
 
 from galley.bench.answers import Answer
 from galley.bench.closed_loop import LoopBlock
-from galley.bench.report import as_dict, report_of, tree_table
+from galley.bench.report import acceptance_table, as_dict, report_of, tree_table
 from galley.bench.summary import (
     mean_ratio,
     pass_times,
@@ -186,3 +186,12 @@ def test_a_report_is_json() -> None:
         ("rewrite", 1, "pays"),
         ("rewrite", 8, "does not pay"),
     ]
+
+
+@pytest.mark.parametrize("read", [0, 3])
+def test_the_share_of_proposals_that_read_states_is_shown_where_any_did(read: int) -> None:
+    rounds = replace(rounds_of(40, 18), proposals=8, proposals_with_features=read)
+    arms = {"model-4": rounds_of(40, 18), "features-4": rounds}
+    report = report_of([block(arm, 0.03, rounds=of) for arm, of in arms.items()], "model-4", "m")
+    columns = {str(of.header): list(of.cells) for of in acceptance_table(report.acceptance).columns}
+    assert columns.get("with states") == (["", "38%"] if read else None)

@@ -331,6 +331,14 @@ def test_acceptance_of_trees_is_told_by_rank_and_position() -> None:
     assert "Accepted by position, in rounds: 0: 8 of 10, 1: 4 of 9." in text
 
 
+@pytest.mark.parametrize(("with_states", "is_told"), [(0, False), (9, True)])
+def test_proposals_that_read_the_targets_state_are_told(with_states: int, is_told: bool) -> None:
+    scene = Scene()
+    counts = {names.PROPOSALS: 12, names.PROPOSALS_WITH_FEATURES: with_states}
+    usual_rounds(scene.request(attributes=counts)).end()
+    assert ("Of 12 proposals, 9 read the target's state." in summarize(scene.story())) == is_told
+
+
 def test_a_chain_has_one_rank() -> None:
     scene = Scene()
     usual_rounds(scene.request(attributes={names.RANKS: ("0 9/20",), names.POSITIONS: ("0 8/10",)})).end()
