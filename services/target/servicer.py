@@ -310,7 +310,7 @@ def check_tree(draft_tokens: Sequence[int], parents: Sequence[int]) -> None:
 
 
 def _result_of(outcome: Confirmed, fingerprint: str) -> pb.VerifyResult:
-    return pb.VerifyResult(
+    result = pb.VerifyResult(
         position=outcome.position,
         tokens=outcome.tokens,
         accepted=outcome.accepted,
@@ -329,9 +329,10 @@ def _result_of(outcome: Confirmed, fingerprint: str) -> pb.VerifyResult:
         batch_rows=outcome.batch_rows,
         kv_reused=outcome.kv_reused,
         batch_span=outcome.batch_span,
-        features=outcome.states.data,
-        features_position=outcome.states.position,
     )
+    if outcome.states.tokens:
+        result.features, result.features_position = outcome.states.data, outcome.states.position
+    return result
 
 
 async def add_target(
