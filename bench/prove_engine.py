@@ -124,7 +124,7 @@ def fuzz(model_dir: Path, size: FuzzSize, dtype: torch.dtype, passes: int, seed:
 
 
 def invariance(model_dir: Path, dtype: torch.dtype, trials: int, seed: int) -> dict[str, Any]:
-    """Run trials of consecutive seeds; return counts, with `held` true if no row of logits differs."""
+    """Run trials of consecutive seeds; return counts, `held` if no logits or states differ."""
     blocks = 3 * _SEQUENCES * (-(-_LONGEST // 32) + 1)
     model = CausalModel.load(model_dir, dtype=dtype, device="cpu", threads=1, kv_blocks=blocks)
     counts = []

@@ -1,9 +1,10 @@
-"""Logits of a position have the same bits however they are computed: a world that tries to make them differ.
+"""Logits and states of a position have the same bits however they are computed: a world that tries otherwise.
 
-Each sequence's logits are computed once alone, from nothing, in one chunk. Then sequences are fed side by
-side: chunks of random lengths in random company, draft tokens that turn out wrong, trees that hold some of
-the next tokens among others, cuts, losses of all blocks and refills into others, blocks copied elsewhere.
-Every row of logits on the way must equal the first, bit by bit.
+Each sequence's logits and states are computed once alone, from nothing, in one chunk. Then sequences are fed
+side by side: chunks of random lengths in random company, draft tokens that turn out wrong, trees that hold
+some of the next tokens among others, cuts, losses of all blocks and refills into others, blocks copied
+elsewhere. Every row of logits on the way must equal the first, bit by bit, as must the states that some
+chunks want.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from galley.core.kv.compaction import compaction
 from galley.core.step import StepChunk, TokenMove
 from galley.core.trees import CHAIN
 from galley.engine.model import CausalModel
+from galley.engine.states import wanted_layers
 from tests.fakes.random_trees import RandomTree, tree_around
 
 _CHUNKS = (1, 1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 33, 64)
@@ -34,6 +36,7 @@ class InvarianceCounts:
     drafts_fed: int = 0
     trees_fed: int = 0
     moved_tokens: int = 0
+    states: int = 0
     first_difference: str = ""
 
 
@@ -41,6 +44,7 @@ class InvarianceCounts:
 class _Sequence:
     tokens: list[int]
     alone: torch.Tensor  # [len(tokens), vocab]
+    states: torch.Tensor  # [len(tokens), layers, hidden]
     blocks: list[int] = field(default_factory=list)
     done: int = 0
 
@@ -49,6 +53,8 @@ class InvarianceTrial:
     def __init__(self, model: CausalModel, sequences: int, longest: int, seed: int) -> None:
         self._model = model
         self._random = random.Random(seed)
+        self._wishes = random.Random(seed + 1)
+        self._layers = tuple(sorted({max(1, model.info.layers // 2), model.info.layers}))
         self._free = list(range(model.kv.blocks))
         self._random.shuffle(self._free)
         self._copies: list[tuple[int, int]] = []
@@ -68,8 +74,10 @@ class InvarianceTrial:
     def _sequence(self, longest: int) -> _Sequence:
         tokens = self._some(self._random.randint(longest // 4, longest))
         blocks = self._free[: self._needed(len(tokens))]
-        alone = self._model.run([StepChunk(0, tokens, blocks, len(tokens))]).clone()
-        return _Sequence(tokens, alone)
+        count = len(tokens)
+        chunk = StepChunk(0, tokens, blocks, count, feature_layers=self._layers, feature_rows=count)
+        logits, states = self._model.run_with_states([chunk])
+        return _Sequence(tokens, logits.clone(), states)
 
     def _disturb(self, sequence: _Sequence) -> None:
         kind = self._random.random()
@@ -105,15 +113,24 @@ class InvarianceTrial:
                 sequence.blocks.append(self._free.pop())
             fed += tree.tokens
             want = self._random.choice((0, len(fed), len(fed), min(len(fed), 1 + len(tree.tokens))))
+            layers, rows = self._wish(want, len(fed))
             chunks.append(
-                StepChunk(sequence.done, fed, list(sequence.blocks), want, parents=tuple(tree.parents))
+                StepChunk(
+                    sequence.done,
+                    fed,
+                    list(sequence.blocks),
+                    want,
+                    parents=tuple(tree.parents),
+                    feature_layers=layers,
+                    feature_rows=rows,
+                )
             )
             fed_chunks.append((sequence, count, tree))
-        logits = self._model.run(chunks, self._copies, moves=self._moves)
+        logits, states = self._model.run_with_states(chunks, self._copies, moves=self._moves)
         self._free += [old for old, _ in self._copies]
         self._copies, self._moves = [], []
         self.counts.passes += 1
-        row = 0
+        row, first, wanted = 0, 0, [self._layers.index(layer) for layer in wanted_layers(chunks)]
         for (sequence, count, tree), chunk in zip(fed_chunks, chunks, strict=True):
             mine = logits[row : row + chunk.want_logits]
             row += chunk.want_logits
@@ -121,7 +138,14 @@ class InvarianceTrial:
             true_rows = [*range(count), *(count + node for node in tree.path)]
             for position, true_row in enumerate(true_rows, chunk.start):
                 if true_row >= skipped:
-                    self._compare(sequence, mine[true_row - skipped], position)
+                    self.counts.rows += 1
+                    self._compare("logits", mine[true_row - skipped], sequence.alone[position], position)
+                state = true_row - (len(chunk.tokens) - chunk.feature_rows)
+                if state >= 0:
+                    self.counts.states += 1
+                    expected = sequence.states[position][wanted]
+                    self._compare("states", states[first + state], expected, position)
+            first += chunk.feature_rows
             sequence.done += count
             self._accept(sequence, tree)
 
@@ -142,15 +166,21 @@ class InvarianceTrial:
         self.counts.moved_tokens += len(moves)
         sequence.done += len(accepted)
 
-    def _compare(self, sequence: _Sequence, logits: torch.Tensor, position: int) -> None:
-        expected = sequence.alone[position]
-        self.counts.rows += 1
-        if torch.equal(logits, expected):
+    def _wish(self, want_logits: int, rows: int) -> tuple[tuple[int, ...], int]:
+        """Return the layers after which a chunk wants states, and of how many rows: mostly none."""
+        if self._wishes.random() < 0.6:
+            return (), 0
+        layers = self._wishes.sample(self._layers, self._wishes.randint(1, len(self._layers)))
+        return tuple(layers), self._wishes.randint(want_logits, rows)
+
+    def _compare(self, kind: str, numbers: torch.Tensor, expected: torch.Tensor, position: int) -> None:
+        if torch.equal(numbers, expected):
             return
         self.counts.differing += 1
         if not self.counts.first_difference:
-            error = float((logits - expected).abs().max())
-            self.counts.first_difference = f"pass {self.counts.passes}, position {position}, by {error:.3g}"
+            error = float((numbers - expected).abs().max())
+            place = f"pass {self.counts.passes}, {kind} of position {position}"
+            self.counts.first_difference = f"{place}, by {error:.3g}"
 
     def _needed(self, length: int) -> int:
         return -(-length // self._model.kv.block_tokens)

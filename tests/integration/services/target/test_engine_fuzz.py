@@ -57,5 +57,5 @@ def test_logits_of_the_default_models_shapes_keep_their_bits_in_any_batch(
     assert model.info.deterministic
     counts = InvarianceTrial(model, sequences=3, longest=100, seed=5).run(12)
     assert counts.differing == 0, counts.first_difference
-    assert counts.rows > 100
+    assert min(counts.rows, counts.states) > 100
     assert counts.evictions > 0

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from galley.core.features import state_bytes
+from galley.core.features import NO_STATES, States, state_bytes
 from galley.core.sampling_params import SamplingParams
 from galley.core.step import Computed, Draw, Sampled, StepChunk, StepOutcome, StepPlan
 from galley.core.trees import CHAIN, Parents, path_to, ranks
 from galley.engine.model import CausalModel, Rows
 from galley.engine.states import wanted_layers, with_states
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.target.engine.paged.engine import PagedEngine
-from tests.fakes.tiny_model import VOCAB, greedy
+from tests.fakes.draft_trees import random_tree
+from tests.fakes.tiny_model import VOCAB, greedy, load_tiny_model
+from tests.fakes.verify_items import generate, slice_of, verify
+from tests.integration.services.target.conftest import pages
 
 PROMPT = [5, 9, 2, 33, 17]
 GREEDY = SamplingParams(temperature=0.0)
@@ -119,3 +126,47 @@ def numbers(outcome: StepOutcome) -> list[float]:
     if not isinstance(outcome, Sampled) or not outcome.states:
         return []
     return torch.frombuffer(bytearray(outcome.states), dtype=torch.bfloat16).tolist()
+
+
+@pages
+async def test_the_states_of_a_stream_with_trees_are_those_of_its_tokens(
+    target: rpc.TargetAsyncStub, poisoned: Path
+) -> None:
+    """Sessions beside each other propose other trees, sampled; one wants no states."""
+    model, layers = load_tiny_model(poisoned, kv_blocks=32), (1, 2)
+    plain, *streams = await asyncio.gather(*(streamed(target, seed, layers) for seed in range(4)))
+    assert plain[1] == NO_STATES
+    for tokens, states in streams:
+        assert (states.position, states.tokens) == (0, len(tokens) - 1)
+        assert states.data == alone(model, tokens[:-1], layers)
+
+
+async def streamed(
+    target: rpc.TargetAsyncStub, seed: int, layers: tuple[int, ...]
+) -> tuple[list[int], States]:
+    """Return a session's tokens and states; its trees are right in part, as its answer is known."""
+    given: dict[str, Any] = {
+        "prompt_len": len(PROMPT),
+        "max_position": len(PROMPT) + 20,
+        "sampling": pb.SamplingParams(temperature=1.0, top_p=0.95, seed=11),
+    }
+    answer, _ = await generate(target, PROMPT, 20, lambda _: [], session_id=f"known {seed}", **given)
+    rng, tokens, held, states = random.Random(seed), list(PROMPT), 0, NO_STATES
+    while len(tokens) < 25:
+        tree = random_tree(rng, answer[len(tokens) - len(PROMPT) :], 8, vocab=VOCAB - 1)
+        part = slice_of(tokens, start=held, session_id=f"s {seed}", **given)
+        (got,) = await verify(
+            target,
+            pb.VerifyItem(
+                slice=part,
+                draft_tokens=tree.draft_tokens,
+                survival=tree.survival,
+                parents=tree.parents,
+                want_features=seed > 0,
+                feature_layers=layers,
+            ),
+        )
+        tokens += got.result.tokens
+        held, data = got.result.kv_len, got.result.features
+        states = states.joined(States(got.result.features_position, len(data) // state_bytes(2, 128), data))
+    return tokens, states
