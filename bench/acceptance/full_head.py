@@ -49,7 +49,8 @@ def load_assistant(draft_dir: Path, target_dir: Path, dtype: torch.dtype) -> Any
         ordinary: Any = AutoModelForCausalLM.from_pretrained(draft_dir, dtype=dtype)  # nosec B615  # a directory
         return ordinary.eval()
     attention.register()  # the draft is made with ours, and given torch's own below
-    model, tokens = load_draft(draft_dir, config, form, target=target_dir, dtype=dtype, device="cpu")
+    draft = load_draft(draft_dir, config, form, target=target_dir, dtype=dtype, device="cpu")
+    model = draft.module
     model.set_attn_implementation("sdpa")
-    model.lm_head = SpreadHead(model.lm_head, tokens, config.vocab_size)
+    model.lm_head = SpreadHead(model.lm_head, draft.tokens, config.vocab_size)
     return model

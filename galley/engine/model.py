@@ -33,6 +33,7 @@ from galley.engine.forward import Forward, forward_of
 from galley.engine.kv_shape import kv_shape
 from galley.engine.load import module as loading
 from galley.engine.load.draft_directory import ReducedHead, takes_embeddings
+from galley.engine.load.feature_head import FeatureHead
 from galley.engine.load.module import parse_dtype
 from galley.engine.load.resolve import resolve_model
 from galley.engine.paged import pool_for
@@ -74,6 +75,8 @@ class CausalModel:
         self.kv = forward.attention.pool
         self._forward = forward
         self.head = head
+        # The projections of states that a draft reads; None for any other model.
+        self.features: FeatureHead | None = None
         self._free = FreeBlocks(self.kv.blocks)
 
     @classmethod
@@ -137,6 +140,7 @@ class CausalModel:
         max_rows = options.rows_of_step(device, MAX_ROWS)
         forward = forward_of(module, pool, ranks, max_rows=max_rows, own=own, options=options)
         model = cls(forward, info, loaded.head, max_rows=max_rows, ranks=ranks)
+        model.features = loaded.features
         logits = probe_logits(model)
         ours = logits if loaded.head is None else logits[:, loaded.head.tokens]
         if theirs is None:

@@ -12,7 +12,7 @@ float32 scale for each row, `<name>.scale`.
 
 Format 2 is a draft that also reads the target's states (galley/distill/features/draft.py). Its section has
 `feature_layers`, its weights `features.weight` [hidden, layers * hidden], `own.weight` [hidden, hidden], and
-`features_scale` and `own_scale` for their inputs. It is trained and measured, but no service loads it yet.
+`features_scale` and `own_scale` for their inputs.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from torch import Tensor, nn
 
 from galley.common.models.files import DRAFT_SECTION as KEY
 from galley.core.errors import UnsupportedModel
+from galley.core.features import MAX_FEATURE_LAYERS
 from galley.engine import attention
 from galley.engine.cpu.int8 import Int8Linear
+from galley.engine.load.feature_head import FeatureHead, head_shapes
 from galley.engine.load.support import refuse_weights
 
 FORMAT, FEATURES_FORMAT = 1, 2
@@ -50,11 +52,15 @@ _HASHED_ROWS = 4096
 
 @dataclass(frozen=True, slots=True)
 class DraftFormat:
-    """The `galley_draft` section of config.json. `embeddings_sha256` is None for own embeddings."""
+    """The `galley_draft` section of config.json. `embeddings_sha256` is None for own embeddings.
+
+    The draft reads its target's states after `feature_layers`.
+    """
 
     tokenizer_hash: str
     head_vocab: int
     embeddings_sha256: str | None
+    feature_layers: tuple[int, ...] = ()
 
 
 def draft_format(config: Any) -> DraftFormat | None:
@@ -65,13 +71,9 @@ def draft_format(config: Any) -> DraftFormat | None:
     section = getattr(config, KEY, None)
     if section is None:
         return None
-    if isinstance(section, dict) and section.get("format") == FEATURES_FORMAT:
-        raise UnsupportedModel(
-            f"{KEY}: a draft that reads its target's states (format 2) cannot be served yet"
-        )
-    if not isinstance(section, dict) or section.get("format") != FORMAT:
+    if not isinstance(section, dict) or section.get("format") not in {FORMAT, FEATURES_FORMAT}:
         got = section.get("format") if isinstance(section, dict) else section
-        raise UnsupportedModel(f"{KEY}: format must be {FORMAT}, got {got!r}")
+        raise UnsupportedModel(f"{KEY}: format must be {FORMAT} or {FEATURES_FORMAT}, got {got!r}")
     if config.model_type != "llama" or config.tie_word_embeddings:
         raise UnsupportedModel(f"{KEY}: must be a llama with tie_word_embeddings false")
     head_vocab, embeddings = section.get("head_vocab"), section.get("embeddings")
@@ -80,7 +82,8 @@ def draft_format(config: Any) -> DraftFormat | None:
     if embeddings not in {TARGET, OWN}:
         raise UnsupportedModel(f"{KEY}: embeddings must be {TARGET!r} or {OWN!r}, got {embeddings!r}")
     sha256_hex = _hash(section, "embeddings_sha256") if embeddings == TARGET else None
-    return DraftFormat(_hash(section, "tokenizer_hash"), head_vocab, sha256_hex)
+    layers = _feature_layers(section) if section["format"] == FEATURES_FORMAT else ()
+    return DraftFormat(_hash(section, "tokenizer_hash"), head_vocab, sha256_hex, layers)
 
 
 def takes_embeddings(directory: Path) -> bool:
@@ -96,6 +99,31 @@ def _hash(section: Mapping[str, Any], name: str) -> str:
     return value
 
 
+def _feature_layers(section: Mapping[str, Any]) -> tuple[int, ...]:
+    layers = section.get(FEATURE_LAYERS)
+    if (
+        not isinstance(layers, list)
+        or not all(isinstance(layer, int) and layer > 0 for layer in layers)
+        or sorted(set(layers)) != layers
+        or not 1 <= len(layers) <= MAX_FEATURE_LAYERS
+    ):
+        bound = f"must be 1 to {MAX_FEATURE_LAYERS} rising numbers of layers"
+        raise UnsupportedModel(f"{KEY}: {FEATURE_LAYERS} {bound}, got {layers!r}")
+    return tuple(layers)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """A draft as a LlamaForCausalLM, the tokens of its head's rows, and its projections of states, if any.
+
+    The head is [head_vocab, hidden], its tokens int64 [head_vocab].
+    """
+
+    module: Any
+    tokens: Tensor
+    features: FeatureHead | None
+
+
 def load_draft(
     directory: Path,
     config: Any,
@@ -104,23 +132,27 @@ def load_draft(
     target: Path | None,
     dtype: torch.dtype,
     device: str,
-) -> tuple[Any, Tensor]:
-    """Return the draft in `directory` as a LlamaForCausalLM, and the tokens of its head's rows.
+) -> LoadedDraft:
+    """Return the draft in `directory`, on `device`.
 
-    The head is [head_vocab, hidden], its tokens int64 [head_vocab], both on `device`. int8 weights are
-    widened to `dtype`. `target` is the directory of the target's weights. Raises UnsupportedModel.
+    int8 weights are widened to `dtype`. `target` is the directory of the target's weights. Raises
+    UnsupportedModel.
     """
     module = _empty(config, form)
     expected_shapes = {name: list(weight.shape) for name, weight in module.state_dict().items()}
     if form.embeddings_sha256 is not None:
         del expected_shapes[EMBEDDING]
-    given, tokens = _read(directory, expected_shapes, form, config.vocab_size)
-    weights = {name: weight.to(dtype) for name, weight in _widened(given).items()}
+    of_features = head_shapes(config.hidden_size, len(form.feature_layers)) if form.feature_layers else {}
+    given, tokens = _read(directory, expected_shapes | of_features, form, config.vocab_size)
+    widened = _widened(given)
+    projections = {name: widened.pop(name).to(device) for name in of_features}
+    weights = {name: weight.to(dtype) for name, weight in widened.items()}
     if form.embeddings_sha256 is not None:
         weights[EMBEDDING] = _target_embedding(target, form.embeddings_sha256, config).to(dtype)
     module.load_state_dict(weights, assign=True)
     _keep_int8(module, given)
-    return module.to(device).eval(), tokens.to(device)
+    features = FeatureHead(form.feature_layers, projections, config) if projections else None
+    return LoadedDraft(module.to(device).eval(), tokens.to(device), features)
 
 
 def _read(

@@ -15,6 +15,7 @@ from galley.core.errors import UnsupportedModel
 from galley.engine import attention
 from galley.engine.cpu import packing
 from galley.engine.load.draft_directory import ReducedHead, draft_format, load_draft
+from galley.engine.load.feature_head import FeatureHead
 from galley.engine.load.support import read_weights, refuse_config, refuse_files
 from galley.engine.parallel import sharding
 from galley.engine.parallel.ranks import ALONE, Ranks
@@ -59,11 +60,15 @@ def causal_class(config: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A module in evaluation mode; `head` is set if it gives the logits of some tokens only."""
+    """A module in evaluation mode; `head` is set if it gives the logits of some tokens only.
+
+    `features` is set for a draft that reads states.
+    """
 
     module: Any
     tokenizer_hash: str
     head: ReducedHead | None = None
+    features: FeatureHead | None = None
 
 
 def load_module(
@@ -86,8 +91,9 @@ def load_module(
     if form is not None:
         if ranks.size > 1:
             raise UnsupportedModel(f"{directory}: a trained draft must run on one rank, got {ranks.size}")
-        module, tokens = load_draft(directory, config, form, target=target, dtype=dtype, device=device)
-        return Loaded(module, form.tokenizer_hash, ReducedHead(tokens, config.vocab_size))
+        draft = load_draft(directory, config, form, target=target, dtype=dtype, device=device)
+        head = ReducedHead(draft.tokens, config.vocab_size)
+        return Loaded(draft.module, form.tokenizer_hash, head, draft.features)
     if ranks.size > 1:
         module = sharding.load_shard(
             directory, config, dtype=dtype, device=device, attention=attention.NAME, ranks=ranks

@@ -26,6 +26,7 @@ from galley.engine.load import draft_directory
 from galley.engine.load.draft_directory import embeddings_sha256
 from galley.engine.model import Rows, load_model
 from galley.engine.sampler import draw_all
+from tests.fakes.feature_drafts import save_feature_draft
 from tests.fakes.model_configs import VOCAB, load, save_random, tokens_of, whole
 from tests.integration.galley.engine.drafts import (
     HEAD_TOKENS,
@@ -119,6 +120,22 @@ def test_a_draft_is_served_with_the_embeddings_of_the_target_named(directory: Pa
     assert torch.equal(whole(model, tokens), whole(load_draft(directory, target), tokens))
 
 
+def test_a_draft_that_reads_states_has_their_projections(
+    directory: Path, target: Path, tmp_path: Path
+) -> None:
+    reading = load_draft(save_feature_draft(directory, tmp_path / "draft", (1, 3)), target)
+    plain, tokens = load_draft(directory, target), tokens_of(random.Random(5), 20)
+    assert plain.features is None
+    assert reading.features is not None
+    assert (reading.features.layers, reading.features.size) == ((1, 3), 64)
+    # Without states it is the plain draft.
+    assert torch.equal(whole(reading, tokens), whole(plain, tokens))
+    states = torch.randn(5, 2, 64)
+    one = torch.stack([reading.features.from_target(state[None])[0] for state in states])
+    assert torch.allclose(reading.features.from_target(states), one, atol=1e-5)
+    assert reading.features.from_own(states[:, 0]).shape == (5, 64)
+
+
 def test_only_tokens_of_the_head_are_drawn(directory: Path, target: Path) -> None:
     model = load_draft(directory, target)
     rng = random.Random(4)
@@ -176,8 +193,8 @@ def test_a_step_without_logits_and_one_of_many_parts(directory: Path, target: Pa
 
 
 SPOILT: dict[str, tuple[Callable[[Draft], object], str]] = {
-    "another format": (lambda d: d.section.update(format=3), r"format must be 1, got 3"),
-    "no format": (lambda d: d.config.update(galley_draft="yes"), r"format must be 1, got 'yes'"),
+    "another format": (lambda d: d.section.update(format=3), r"format must be 1 or 2, got 3"),
+    "no format": (lambda d: d.config.update(galley_draft="yes"), r"format must be 1 or 2, got 'yes'"),
     "tied": (lambda d: d.config.update(tie_word_embeddings=True), "tie_word_embeddings false"),
     "another family": (lambda d: d.config.update(model_type="qwen2"), "must be a llama"),
     "no tokenizer": (lambda d: d.section.pop("tokenizer_hash"), "tokenizer_hash must be a hash"),
@@ -222,6 +239,25 @@ SPOILT: dict[str, tuple[Callable[[Draft], object], str]] = {
     "a scale of nothing": (
         lambda d: d.weights.update({"model.norm.weight.scale": torch.ones(1)}),
         "must not hold the weights model.norm.weight.scale",
+    ),
+}
+
+
+def with_layers(*layers: object) -> Callable[[Draft], object]:
+    return lambda draft: draft.section.update(format=2, feature_layers=list(layers))
+
+
+SPOILT |= {
+    "no feature layers": (lambda d: d.section.update(format=2), "feature_layers must be 1 to 4.*got None"),
+    "feature layers of text": (with_layers("1"), "feature_layers must be 1 to 4 rising"),
+    "falling feature layers": (with_layers(3, 1), "feature_layers must be 1 to 4 rising"),
+    "a feature layer twice": (with_layers(1, 1), "feature_layers must be 1 to 4 rising"),
+    "feature layer 0": (with_layers(0, 1), "feature_layers must be 1 to 4 rising"),
+    "too many feature layers": (with_layers(1, 2, 3, 4, 5), "feature_layers must be 1 to 4 rising"),
+    "no projections": (with_layers(1), r"features\.weight, .*own\.weight"),
+    "projections of a plain draft": (
+        lambda d: d.weights.update({"own.weight": torch.ones(64, 64)}),
+        r"must not hold the weights own\.weight",
     ),
 }
 
