@@ -12,6 +12,7 @@ from galley.common.models.grammars import ReplicaGrammars, load_grammars
 from galley.common.models.hub import local_directory
 from galley.common.server.process import limit_threads, report_memory
 from galley.core import names
+from galley.core.errors import UnsupportedModel
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft.answers.mailbox import SharedAnswers
@@ -31,7 +32,7 @@ def load_strategies(
 ) -> tuple[dict[str, Strategy], pb.GetDraftInfoResponse]:
     """Return the strategies by name and the draft's description; blocks. Lookups share answers by `shared`.
 
-    Raise CallerFault if model or tokenizer is unusable.
+    Raise CallerFault if model or tokenizer is unusable, or does not offer the default strategy.
     """
     lookups = Lookups(shared)
     offered: dict[str, Strategy] = {names.NGRAM: NgramStrategy(lookups), names.NO_STRATEGY: NoneStrategy()}
@@ -46,16 +47,28 @@ def load_strategies(
         from services.draft.strategies.trees import ByWidth, TreeStrategy  # noqa: PLC0415
 
         steps = ModelSteps(model)
-        offered[names.MODEL] = ByWidth(ModelStrategy(steps), TreeStrategy(steps))
+        # A draft that reads states does without where there are none.
+        alone = names.MODEL if model.features is None else names.FEATURES
+        offered[alone] = ByWidth(ModelStrategy(steps), TreeStrategy(steps))
         offered[names.HYBRID] = ByWidth(HybridStrategy(lookups, steps), TreeStrategy(steps, lookups))
+    features = model.features if model else None
+    default = settings.default_strategy
+    if features is not None and "default_strategy" not in settings.model_fields_set:
+        default = names.FEATURES
+    if default not in offered:
+        raise UnsupportedModel(
+            f"--default-strategy: must be one of {', '.join(sorted(offered))} with this draft, got {default}"
+        )
     info = pb.GetDraftInfoResponse(
         model=model.info.name if model else "",
         tokenizer_hash=_tokenizer_hash(settings, model),
         strategies=sorted(offered),
-        default_strategy=settings.default_strategy,
+        default_strategy=default,
         max_draft_tokens=settings.max_draft_tokens,
         vocab_size=model.info.vocab_size if model else 0,
         host=this_host(settings.thread_count, settings.device),
+        feature_layers=features.layers if features else (),
+        feature_size=features.size if features else 0,
     )
     return offered, info
 

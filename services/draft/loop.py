@@ -22,6 +22,7 @@ from galley.common.metrics.registry import Registry
 from galley.common.tracing.light_spans import LightSpan, SpanScope
 from galley.core.content import Miss, SessionKey, look_up, prefix_hash
 from galley.core.errors import Broken, DeadlinePassed, GalleyError, Overloaded, Unavailable
+from galley.core.features import NO_STATES, States
 from galley.core.grammar.compiled import CompiledGrammar
 from galley.core.scheduler.messages import Slice, Superseded
 from galley.core.trees import CHAIN, Parents, simplified
@@ -35,7 +36,10 @@ _RETRY_AFTER_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ProposeJob:
-    """A validated request for at most `k` tokens; the last `ahead` tokens of the slice are not confirmed."""
+    """A validated request for at most `k` tokens; the last `ahead` tokens of the slice are not confirmed.
+
+    `states` are the target's of confirmed tokens.
+    """
 
     slice: Slice
     k: int
@@ -44,6 +48,7 @@ class ProposeJob:
     workload: str = ""
     grammar: CompiledGrammar | None = None
     width: int = 1
+    states: States = NO_STATES
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,7 @@ class Proposed:
     # The source of each token; empty: the strategy's own.
     sources: tuple[str, ...] = ()
     parents: Parents = CHAIN
+    used_features: bool = False
 
 
 # An error concerns its own request only.
@@ -320,6 +326,7 @@ class DraftLoop:
             return before
         session.tokens[sent.start :] = sent.tokens
         session.confirmed = sent.position - job.ahead
+        session.states = session.states.joined(job.states)
         request.hash = prefix_hash(session.tokens)
         self._proposals[request] = Proposal(DraftJob(sent, session, k, job.workload, job.grammar, job.width))
         self._by_session[sent.key] = request
@@ -356,7 +363,8 @@ class DraftLoop:
         k = proposal.job.k
         tokens, survival = tuple(proposal.tokens[:k]), tuple(proposal.survival[:k])
         sources, parents = tuple(proposal.sources[: len(tokens)]), simplified(proposal.parents[: len(tokens)])
-        so_far = Proposed(position, request.hash, tokens, survival, position, sources, parents)
+        used = proposal.used_features
+        so_far = Proposed(position, request.hash, tokens, survival, position, sources, parents, used)
         if proposal.error is not None:
             request.outcome = proposal.error
             self._close(request)

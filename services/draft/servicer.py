@@ -20,6 +20,7 @@ from galley.common.wire.codec import read_slice
 from galley.core import names
 from galley.core.content import Miss
 from galley.core.errors import InvalidField, Unimplemented, check_length, check_range
+from galley.core.features import MAX_FEATURE_TOKENS, NO_STATES, States, state_bytes
 from galley.core.lru import RecentKeys
 from galley.core.routing.choice import DraftLease
 from galley.core.trees import MAX_WIDTH
@@ -137,8 +138,6 @@ class DraftService(rpc.DraftServicer):
 
 def read_item(item: pb.ProposeItem, info: pb.GetDraftInfoResponse) -> ProposeJob:
     """Return the job of `item`, defaults applied. Raise InvalidField or Unimplemented, naming the field."""
-    if item.features:
-        raise Unimplemented("features")
     read = read_slice(item.slice, vocab_size=info.vocab_size or ANY_VOCABULARY, context_window=_ANY_LENGTH)
     check_range("k", item.k, most=info.max_draft_tokens)
     check_range("width", item.width, most=MAX_WIDTH)
@@ -148,7 +147,25 @@ def read_item(item: pb.ProposeItem, info: pb.GetDraftInfoResponse) -> ProposeJob
         raise InvalidField("strategy", f"must be one of {', '.join(info.strategies)}, got {strategy!r}")
     if item.ahead >= read.position:
         raise InvalidField("ahead", f"must be < {read.position} (all tokens), got {item.ahead}")
-    return ProposeJob(read, item.k, strategy, item.ahead, item.workload, width=item.width)
+    states = _states_of(item, info, read.position - item.ahead)
+    return ProposeJob(read, item.k, strategy, item.ahead, item.workload, width=item.width, states=states)
+
+
+def _states_of(item: pb.ProposeItem, info: pb.GetDraftInfoResponse, confirmed: int) -> States:
+    """Return the target's states of the first `confirmed` tokens that came with `item`."""
+    if not item.features:
+        return NO_STATES
+    token_bytes = state_bytes(len(info.feature_layers), info.feature_size)
+    if not token_bytes:
+        raise Unimplemented("features")
+    tokens, rest = divmod(len(item.features), token_bytes)
+    if rest or tokens > MAX_FEATURE_TOKENS:
+        bound = f"must be {token_bytes} bytes a token, of at most {MAX_FEATURE_TOKENS} tokens"
+        raise InvalidField("features", f"{bound}, got {len(item.features)}")
+    if item.features_position + tokens > confirmed:
+        bound = f"must be of tokens before {confirmed} (confirmed ones)"
+        raise InvalidField("features", f"{bound}, got {tokens} from {item.features_position} on")
+    return States(item.features_position, tokens, item.features)
 
 
 def _set_result(span: LightSpan | None, done: Done) -> None:
@@ -177,5 +194,6 @@ def _result_of(proposed: Proposed, done: Done) -> pb.ProposeResult:
         kv_len=proposed.kv_len,
         timing=pb.Timing(queue_ns=done.queue_ns, compute_ns=done.compute_ns),
         batch_sessions=done.sessions,
+        used_features=proposed.used_features,
         sources=[pb.SourceRun(name=name, tokens=len(list(run))) for name, run in groupby(proposed.sources)],
     )

@@ -19,7 +19,8 @@ class DraftSettings(ReplicaSettings):
         default=None,
         min_length=1,
         description="Draft model with the target's tokenizer: a hub id, a directory or a GGUF file. Without "
-        "one, the strategies `model` and `hybrid` are not offered.",
+        "one, `model`, `features` and `hybrid` are not offered. `features` replaces `model` for a draft that "
+        "reads its target's states.",
     )
     target_model: str = Field(
         default=DEFAULT_MODEL,
@@ -31,8 +32,10 @@ class DraftSettings(ReplicaSettings):
         min_length=1,
         description="Target's tokenizer, for a draft without --model: a hub id or a directory.",
     )
-    default_strategy: Literal["ngram", "model", "hybrid", "oracle", "none"] = Field(
-        default="ngram", description="Strategy of requests that name none."
+    default_strategy: Literal["ngram", "model", "features", "hybrid", "oracle", "none"] = Field(
+        default="ngram",
+        description="Strategy of requests that name none. For a draft that reads its target's states it is "
+        "`features` if not set.",
     )
     oracle_answers: Path | None = Field(
         default=None,
@@ -65,7 +68,7 @@ class DraftSettings(ReplicaSettings):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.default_strategy in ("model", "hybrid") and self.model is None:
+        if self.default_strategy in ("model", "features", "hybrid") and self.model is None:
             raise ValueError(f"--default-strategy: must not be {self.default_strategy} without --model")
         if self.default_strategy == "oracle" and self.oracle_answers is None:
             raise ValueError("--default-strategy: must not be oracle without --oracle-answers")

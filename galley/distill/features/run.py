@@ -151,7 +151,7 @@ def _readme(record: dict[str, Any], measured: Measured) -> str:
     )
     parts = [
         f"# A draft that reads the states of {options['target']}",
-        "No service loads it yet. This command trains a version of it:",
+        "A draft replica serves it by `--model DIRECTORY`. This command trains a version of it:",
         f"    {command(options)}",
         fill(made, _WIDTH),
         fill(shares, _WIDTH),

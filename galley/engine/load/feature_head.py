@@ -1,4 +1,4 @@
-"""What a draft makes of states: its target's of confirmed tokens, and its own of draft tokens.
+"""Project states onto embeddings of a draft: its target's of confirmed tokens, its own of draft tokens.
 
 Training writes the projections (galley/distill/features/draft.py). Both results are added to the embedding of
 the token after the one that the state is of.

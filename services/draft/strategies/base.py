@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from galley.core.errors import GalleyError
+from galley.core.features import NO_STATES, States
 from galley.core.grammar.compiled import CompiledGrammar
 from galley.core.scheduler.messages import Slice
 
@@ -14,16 +15,18 @@ from galley.core.scheduler.messages import Slice
 class DraftSession:
     """Tokens of one session, from position 0: `confirmed` ones, then draft tokens, which may be replaced.
 
-    `room` is how many tokens it may hold. Sessions compare by identity, so a strategy can keep its state in a
-    WeakKeyDictionary that forgets it with the session.
+    `room` is how many tokens it may hold. `states` are the target's that came and that no strategy has taken
+    yet. Sessions compare by identity, so a strategy can keep its state in a WeakKeyDictionary that forgets it
+    with the session.
     """
 
-    __slots__ = ("__weakref__", "confirmed", "room", "tokens")
+    __slots__ = ("__weakref__", "confirmed", "room", "states", "tokens")
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.confirmed = 0
         self.room = 0
+        self.states: States = NO_STATES
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,8 @@ class Proposal:
 
     `survival[i]` estimates the probability that token i and all before it on its path are accepted; it never
     rises. `sources[i]` names what drafted token i; empty, the strategy did. `parents` are those of a tree,
-    empty for a chain. An error concerns this job only.
+    empty for a chain. `used_features`: the target's state of the token before the last confirmed one was
+    read. An error concerns this job only.
     """
 
     job: DraftJob
@@ -56,6 +60,7 @@ class Proposal:
     survival: list[float] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
+    used_features: bool = False
     done: bool = False
     error: GalleyError | None = None
 

@@ -191,8 +191,9 @@ class HybridStrategy:
         session.known = list(tokens)
         session.lookups = self._lookups.follow(job)
         proposal.limit = job.k  # a lookup has no context window
+        most = 0 if self._steps.read_states(proposal) else proposal.limit
         proposal.settle()
-        for token, candidates in session.history.ready(len(tokens), proposal.limit, rules_of(job.slice)):
+        for token, candidates in session.history.ready(len(tokens), most, rules_of(job.slice)):
             proposal.add(token, session.ensemble.choose(candidates)[1])
             proposal.sources.append(candidates.source_of(token))
             session.known.append(token)

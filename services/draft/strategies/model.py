@@ -35,6 +35,7 @@ from galley.engine.sampling.guessing import ListedToken, ListOutcome
 from services.draft.strategies.base import DraftJob, DraftSession, Proposal
 from services.draft.strategies.grammars import DraftGrammars, tried_mask
 from services.draft.strategies.ngram import ByKind
+from services.draft.strategies.states import StateReader
 
 # Tokens of a session in one step, so that a long prompt does not delay the others.
 PREFILL_ROWS = 128
@@ -120,6 +121,8 @@ class ModelSteps:
         sampling.warm_up()
         guessing.warm_up()
         self._model = model
+        # None for a draft that reads no states.
+        self._states = None if model.features is None else StateReader(model, model.features)
         self._caches: WeakKeyDictionary[DraftSession, SessionCache] = WeakKeyDictionary()
         self._grammars = DraftGrammars()
         self._masks = MaskThread()
@@ -136,6 +139,18 @@ class ModelSteps:
         reach = max(0, self._model.info.context_window - len(job.session.tokens) + 1)
         state = self._grammars.state_of(job)
         return ModelProposal(job, cache=cache, reach=reach, limit=min(job.k, reach), state=state)
+
+    def read_states(self, proposal: ModelProposal) -> bool:
+        """Take the target's states that came; cut the cache back to where they change it.
+
+        Return True if they do: what was drafted after the session's tokens is then worth drafting again.
+        """
+        if self._states is None:
+            return False
+        session = proposal.job.session
+        changed = self._states.take(session, proposal.cache)
+        proposal.used_features = self._states.has_read(session)
+        return changed
 
     def cut_back(self, proposal: ModelProposal) -> None:
         """Truncate the cache to the tokens of the proposal, without its last one."""
@@ -205,12 +220,20 @@ class ModelSteps:
 
     def _feed(self, fed: Sequence[tuple[ModelProposal, Rows]]) -> Tensor:
         try:
-            return self._model.forward_head([rows for _, rows in fed])
+            return self._forward_rows(fed)
         except BaseException:
             # The state of the caches is unknown.
             for proposal, _ in fed:
                 self._caches.pop(proposal.job.session, None)
             raise
+
+    def _forward_rows(self, fed: Sequence[tuple[ModelProposal, Rows]]) -> Tensor:
+        if self._states is None:
+            return self._model.forward_head([rows for _, rows in fed])
+        logits = self._states.forward([(proposal.job.session, rows) for proposal, rows in fed])
+        for proposal, _ in fed:
+            proposal.used_features = self._states.has_read(proposal.job.session)
+        return logits
 
     def _fail(self, proposal: ModelProposal, error: GalleyError) -> None:
         log_internal(error, session_id=proposal.job.slice.key[1])
@@ -326,8 +349,9 @@ class ModelStrategy:
         agreed = common_prefix_len(proposal.cache.tokens, session.tokens)
         for bucket, drafted, confirmed in history.compare(session, agreed):
             calibration.record(bucket, drafted == confirmed)
+        most = 0 if self._steps.read_states(proposal) else proposal.limit
         proposal.settle()
-        for token, bucket in history.ready(len(session.tokens), proposal.limit, rules_of(job.slice)):
+        for token, bucket in history.ready(len(session.tokens), most, rules_of(job.slice)):
             proposal.add(token, calibration.chance(bucket))
         self._steps.cut_back(proposal)
         return proposal

@@ -69,10 +69,10 @@ class PlaceHistory:
             self._root = self._root.after.get(token) or Place()
         self._tokens = session.tokens[: session.confirmed]
 
-    def end(self, session: DraftSession, rules: object) -> Place:
+    def end(self, session: DraftSession, rules: object, *, again: bool) -> Place:
         """Return the place after the session's tokens; drop what contradicts them or has other rules.
 
-        Call it after `compare`.
+        With `again`, nothing is drawn there yet. Call it after `compare`.
         """
         if rules != self._rules:
             self._root, self._rules = Place(), rules
@@ -80,6 +80,8 @@ class PlaceHistory:
         for token in session.tokens[session.confirmed :]:
             place.after = {token: place.after.get(token) or Place()}
             place = place.after[token]
+        if again:
+            place.candidates, place.after = None, {}
         return place
 
 
@@ -213,13 +215,15 @@ class TreeStrategy:
         history = self._histories.setdefault(job.session, PlaceHistory())
         for candidates, confirmed in history.compare(job.session):
             ensemble.record(candidates, confirmed)
-        place = history.end(job.session, (rules_of(job.slice), job.width))
+        changed = self._steps.read_states(opened)
+        place = history.end(job.session, (rules_of(job.slice), job.width), again=changed)
         proposal = TreeProposal(
             job,
             cache=opened.cache,
             reach=opened.reach,
             limit=opened.limit,
             state=opened.state,
+            used_features=opened.used_features,
             end=Node(ROOT, 1.0, "", place),
         )
         if self._lookups is not None:
