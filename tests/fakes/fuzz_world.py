@@ -2,8 +2,8 @@
 
 Sessions come with prompts that share stems, go on from what was confirmed, are cut, rewritten, repeated,
 given up, told stale and false hints, and fight for memory that cannot hold them all; steps fail, logits are
-NaN. Each confirmed token is compared with a fresh one: drawn after the whole sequence alone. All randomness
-comes from one seed.
+NaN. Each confirmed token is compared with a fresh one: drawn after the whole sequence alone. So are the
+states of sessions that want some. All randomness comes from one seed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from galley.core.content import Miss, SessionKey, prefix_hash
 from galley.core.cost.model import StepTimes
 from galley.core.errors import Broken, DeadlinePassed, GalleyError, InvalidField, Overloaded, ServerFault
+from galley.core.features import MAX_FEATURE_TOKENS, NO_STATES, States, state_bytes
 from galley.core.hints import Hint, HintTail
 from galley.core.sampling_params import SamplingParams
 from galley.core.scheduler.messages import Confirmed, Extend, Response, VerifyRequest
@@ -54,6 +55,7 @@ class _Session:
     min_tokens: int = 0
     logprobs: int | None = None
     priority: int = 0
+    feature_layers: tuple[int, ...] = ()
     held: int = 0
     item: int | None = None
     request: VerifyRequest | None = None
@@ -82,6 +84,8 @@ class FuzzCounts:
 class FuzzWorld(ABC):
     # The engine may verify fewer draft tokens than planned.
     cuts_drafts = False
+    # Layers after which sessions want states, in turn.
+    feature_layers: Sequence[tuple[int, ...]] = ((),)
 
     def __init__(self, scheduler: Scheduler, size: FuzzSize, seed: int) -> None:
         self._scheduler = scheduler
@@ -110,6 +114,10 @@ class FuzzWorld(ABC):
     @abstractmethod
     def fresh(self, draw: Draw) -> StepOutcome:
         """Return what is drawn after the whole sequence alone."""
+
+    def fresh_states(self, tokens: Sequence[int], layers: tuple[int, ...]) -> bytes:
+        """Return the states of all tokens of a sequence that is alone."""
+        raise NotImplementedError
 
     def step(self) -> None:
         self._now += TICK_NS
@@ -179,6 +187,7 @@ class FuzzWorld(ABC):
             min_tokens=self._random.choice((0, 0, 6)),
             logprobs=self._random.choice((None, None, 1)),
             priority=self._random.randint(0, 2),
+            feature_layers=self.feature_layers[self._born % len(self.feature_layers)],
         )
         self._sessions[session.key] = session
         self._submit(session)
@@ -269,6 +278,7 @@ class FuzzWorld(ABC):
             arrival_ns=session.arrival_ns,
             priority=session.priority,
             deadline_ns=self._now + TICK_NS // 2 if self._random.random() < 0.02 else None,
+            feature_layers=session.feature_layers,
         )
         try:
             item = self._scheduler.submit(request, self._now)
@@ -394,6 +404,22 @@ class FuzzWorld(ABC):
         if session.logprobs is not None and len(confirmed.logprobs) != len(tokens):
             raise AssertionError(f"{len(confirmed.logprobs)} logprobs for {len(tokens)} tokens")
         self.counts.tokens_checked += len(tokens)
+        self._compare_states(session, confirmed.states, tokens)
+
+    def _compare_states(self, session: _Session, states: States, tokens: Sequence[int]) -> None:
+        if not session.feature_layers:
+            assert states is NO_STATES
+            return
+        have = [*session.tokens, *tokens[:-1]]
+        assert len(tokens) <= states.tokens <= MAX_FEATURE_TOKENS
+        assert states.end == len(have)
+        each = state_bytes(len(session.feature_layers), self._scheduler.feature_size)
+        expected = self.fresh_states(have, session.feature_layers)[states.position * each :]
+        if states.data != expected:
+            raise AssertionError(
+                f"after {session.tokens}: states of {states.position} on are not those alone"
+            )
+        self.counts.happened["states"] += states.tokens
 
     def _pick(self, fits: Callable[[_Session], bool]) -> _Session | None:
         sessions = [session for session in self._sessions.values() if fits(session)]

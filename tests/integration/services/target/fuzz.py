@@ -9,8 +9,9 @@ import torch
 
 from galley.core.content import SessionKey
 from galley.core.kv.table import KvTable
+from galley.core.sampling_params import SamplingParams
 from galley.core.scheduler.scheduler import Scheduler
-from galley.core.step import Draw, StepChunk, StepOutcome, StepPlan
+from galley.core.step import Draw, Sampled, StepChunk, StepOutcome, StepPlan
 from galley.engine.model import CausalModel
 from services.target.engine.paged.engine import PagedEngine
 from tests.fakes.fuzz_world import TICK_NS, TIMES, FuzzSize, FuzzWorld
@@ -30,11 +31,14 @@ SMALL = FuzzSize(
 
 
 class PagedWorld(FuzzWorld):
+    feature_layers = ((), (1, 2), (2,))
+
     def __init__(self, model: CausalModel, fresh: CausalModel, size: FuzzSize, seed: int) -> None:
         self._model, self._fresh = model, fresh
         self._table = KvTable(size.blocks, model.kv.block_tokens, 2 * size.sessions)
         scheduler = Scheduler(self._table, TIMES, max_rows=size.max_rows, max_linger_ns=TICK_NS)
         scheduler.takes_trees = True
+        scheduler.feature_size = model.info.hidden_size
         super().__init__(scheduler, size, seed)
 
     def check(self) -> None:
@@ -56,6 +60,14 @@ class PagedWorld(FuzzWorld):
         blocks = range(-(-len(tokens) // self._fresh.kv.block_tokens))
         chunk = StepChunk(0, tokens, blocks, 1 + len(draw.draft_tokens), draw)
         return _run(self._fresh, StepPlan((chunk,)))[0]
+
+    def fresh_states(self, tokens: Sequence[int], layers: tuple[int, ...]) -> bytes:
+        blocks = range(-(-len(tokens) // self._fresh.kv.block_tokens))
+        draw = Draw(SamplingParams(0.0), tokens, len(tokens), frozenset(), 0)
+        chunk = StepChunk(0, tokens, blocks, 1, draw, feature_layers=layers, feature_rows=len(tokens))
+        (outcome,) = _run(self._fresh, StepPlan((chunk,)))
+        assert isinstance(outcome, Sampled)
+        return outcome.states
 
 
 def _run(model: CausalModel, plan: StepPlan) -> list[StepOutcome]:

@@ -39,6 +39,7 @@ def test_every_response_equals_that_of_a_fresh_run(
         "failed passes",
         "trees",
         "moved tokens",
+        "states",
     ):
         assert counts.happened[what] > 0, counts
 
