@@ -441,13 +441,15 @@ async def test_a_session_that_leaves_its_draft_takes_no_states_along(here: Here)
     session = DraftSession(here.drafts)
     form = session.form_for(SPEC)
     assert form is not None
-    states = states_of(range(4), form.layers)
-    result = pb.VerifyResult(features_position=0, features=states)
-    session.receive(form, [pb.VerifyAnswer(result=result)])
-    for member in here.fleet.members:
-        member.fake.fail(grpc.StatusCode.UNAVAILABLE, 1)
-    assert isinstance(await here.ask(session), ev.Failed)
-    sent = [call.features for member in here.fleet.members for call in member.fake.calls]
-    assert sorted(sent) == [b"", states]
-    session.receive(form, [pb.VerifyAnswer(result=result)])
-    assert session.form_for(replace(SPEC, strategy=NGRAM)) is None
+    verdict = pb.VerifyAnswer(result=pb.VerifyResult(features=states_of(range(4), form.layers)))
+    session.receive(form, [verdict])
+    must_be_right(await here.ask(session))
+    home, other = here.fleet.holder()
+    assert home.fake.calls[0].features == verdict.result.features
+    home.fake.gate.close()
+    asking = asyncio.ensure_future(here.ask(session))
+    await home.fake.called(2)
+    session.receive(form, [verdict])
+    await home.fake.stop()
+    must_be_right(await asking)
+    assert [call.features for call in other.fake.calls] == [b""]
