@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from galley.engine.attention import run_module
 from galley.engine.cpu import llama, packing
@@ -169,24 +170,25 @@ class DeviceForward:
         slots = self.attention.slots(spans)
         listed = self._shapes.of(pages, len(logit_rows), slots)
         shape = listed or flex_layout.exact(pages, len(logit_rows), slots)
-        packed = self.attention.pack(shape, pages, tokens, logit_rows)
+        given = [self.attention.pack(shape, pages, tokens, logit_rows)]
+        if residuals.added is not None:
+            given.append(functional.pad(residuals.added, (0, 0, 0, shape.rows - len(tokens))))
 
-        def body(buffer: Tensor) -> Tensor:
+        def body(buffer: Tensor, added: Tensor | None = None) -> Tensor:
             placed = self.attention.place(shape, buffer)
             inputs = placed.inputs
             rows = inputs.tokens.long()[None], inputs.positions.long()[None]
-            read = Residuals(residuals.layers, None, residuals.added)
+            read = Residuals(residuals.layers, None, added)
             logits = run_module(self._module, self.attention, placed, *rows, inputs.logit_rows.long(), read)
             if not read.layers:
                 return logits
             # One tensor, as a recording keeps it.
             return torch.cat([read.states().float().flatten(), logits.flatten()])
 
-        # A recording reads nothing but the buffer.
-        if listed is None or self._graphs is None or residuals.added is not None:
-            result = body(packed.to(self._device, non_blocking=True))
+        if listed is None or self._graphs is None:
+            result = body(*(part.to(self._device, non_blocking=True) for part in given))
         else:
-            result = self._graphs.run((shape, residuals.layers), packed, body)
+            result = self._graphs.run((shape, residuals.layers, len(given)), given, body)
         if residuals.layers:
             result = self._without_states(result, shape, residuals)
         return result[: len(logit_rows)]

@@ -140,7 +140,7 @@ def add_to_embeddings(module: Any, tokens: Tensor, added: Tensor) -> Tensor:
     """Return the embeddings of `tokens` [1, rows] with `added` [up to rows, hidden], [1, rows, hidden]."""
     embedded: Tensor = module.get_input_embeddings()(tokens)
     total = embedded.float()
-    total[0, : len(added)] += added.to(total.device)
+    total[0, : len(added)] += added
     return total.to(embedded.dtype)
 
 

@@ -1,13 +1,13 @@
 """Steps of recurring shapes, recorded once on a device and replayed: the host launches no kernels.
 
-A recording reads one buffer at a fixed address, and nothing else of the host's. The `Recorder` makes CUDA
+A recording reads buffers at fixed addresses, and nothing else of the host's. The `Recorder` makes CUDA
 graphs; tests use one that runs the step again on the same buffer.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -75,7 +75,7 @@ class CudaRecorder:
 
 @dataclass(slots=True)
 class _Kept:
-    buffer: Tensor
+    buffers: Sequence[Tensor]
     play: Callable[[], Tensor]
     result_bytes: int = 0
 
@@ -108,14 +108,16 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def run(self, shape: Hashable, packed: Tensor, body: Callable[[Tensor], Tensor]) -> Tensor:
+    def run(self, shape: Hashable, inputs: Sequence[Tensor], body: Callable[..., Tensor]) -> Tensor:
+        """Return `body` of the inputs on the device; those of a shape always have the same sizes."""
         kept = self._kept.get(shape)
         if kept is None and self._recurs(shape):
-            kept = self._record(shape, packed, body)
+            kept = self._record(shape, inputs, body)
         if kept is None:
-            return body(packed.to(self._device, non_blocking=True))
+            return body(*(part.to(self._device, non_blocking=True) for part in inputs))
         self._kept.move_to_end(shape)
-        kept.buffer.copy_(packed, non_blocking=True)
+        for buffer, part in zip(kept.buffers, inputs, strict=True):
+            buffer.copy_(part, non_blocking=True)
         result = kept.play()
         kept.result_bytes = result.nbytes
         self._drop_surplus()
@@ -128,18 +130,18 @@ class Graphs:
         self._seen[shape] += 1
         return self._seen[shape] >= self._record_at
 
-    def _record(self, shape: Hashable, packed: Tensor, body: Callable[[Tensor], Tensor]) -> _Kept | None:
+    def _record(self, shape: Hashable, inputs: Sequence[Tensor], body: Callable[..., Tensor]) -> _Kept | None:
         """Return the recording, or None if the step waits for the host or memory is short."""
         del self._seen[shape]
-        buffer = packed.to(self._device, copy=True)
+        buffers = [part.to(self._device, copy=True) for part in inputs]
         try:
-            play = self._recorder.record(lambda: body(buffer))
+            play = self._recorder.record(lambda: body(*buffers))
         except RuntimeError as error:
             if not self._unrecordable:
                 _LOG.warning("step not recorded; running it unrecorded", error=str(error))
             self._unrecordable.add(shape)
             return None
-        kept = self._kept[shape] = _Kept(buffer, play)
+        kept = self._kept[shape] = _Kept(buffers, play)
         return kept
 
     def _drop_surplus(self) -> None:

@@ -153,7 +153,7 @@ def test_a_step_that_cannot_be_recorded_runs_unrecorded() -> None:
     graphs = Graphs(recorder, CPU, record_at=2)
     for number in range(6):
         packed = torch.full((3,), number, dtype=torch.int32)
-        assert torch.equal(graphs.run("shape", packed, lambda buffer: buffer + 1), packed + 1)
+        assert torch.equal(graphs.run("shape", [packed], lambda buffer: buffer + 1), packed + 1)
     assert recorder.attempts == 1, "it is not tried again"
     assert len(graphs) == 0
 
@@ -163,7 +163,7 @@ def test_recordings_are_kept_by_the_bytes_of_their_results() -> None:
     graphs = Graphs(recorder, CPU, max_bytes=100, record_at=1)
 
     def play(name: str, numbers: int) -> None:
-        graphs.run(name, torch.zeros(numbers, dtype=torch.int32), lambda buffer: buffer + 1)
+        graphs.run(name, [torch.zeros(numbers, dtype=torch.int32)], lambda buffer: buffer + 1)
 
     for name, numbers, kept in (("a", 10, 1), ("b", 10, 2), ("a", 10, 2), ("c", 10, 2), ("d", 50, 1)):
         play(name, numbers)

@@ -145,12 +145,14 @@ def test_states_of_a_recorded_step_are_those_of_a_plain_one(kind: str, make_mode
     logits, states = model.run_with_states(without_logits)
     assert len(logits) == 0
     torch.testing.assert_close(states, plain.run_with_states(without_logits)[1], atol=2e-4, rtol=2e-4)
-    added = torch.ones(4, 64)
-    ours, other = (
-        one.forward_states([Rows(one.new_cache(), [1, 2, 3, 4], 4, added=added)], (3,))[1]
-        for one in (model, plain)
-    )
-    torch.testing.assert_close(ours, other, atol=2e-4, rtol=2e-4)
+    for size in range(3):
+        added = torch.full((4, 64), float(size))
+        ours, other = (
+            one.forward_states([Rows(one.new_cache(), [1, 2, 3, 4], 4, added=added)], (3,))[1]
+            for one in (model, plain)
+        )
+        torch.testing.assert_close(ours, other, atol=2e-4, rtol=2e-4)
+    assert recorder.recorded == 3
 
 
 def on_device(directory: Path, graphs: Graphs) -> CausalModel:
