@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import grpc
 import pytest
+from redis.asyncio import Redis
 
 from galley.client.options import Speculation
 from galley.common.metrics import catalogue
@@ -198,3 +200,20 @@ async def test_states_are_not_sent_again(world: World) -> None:
     must_be_true(await received.listen(stream))
     positions = sent_positions(world.draft)
     assert len(set(positions)) == len(positions)
+
+
+async def test_the_store_has_no_states(world: World) -> None:
+    with_states(world)
+    gateway = await world.gateway(credit=0)
+    received = await receive(gateway.generate(speculation=FOUR))
+    must_be_true(received)
+    assert received.started is not None
+    stored = b""
+    async with Redis.from_url(world.redis_url) as store:
+        async for key in store.scan_iter(f"galley:*{{{received.started.session_id}}}*"):
+            values = await (store.hvals(key) if await store.type(key) == b"hash" else store.mget(key))
+            stored += b"".join(cast("list[bytes]", values))
+    assert received.tokens[-1].to_bytes(4, "little") in stored
+    positions = sent_positions(world.draft)
+    assert positions
+    assert not any(states_of([position], LAYERS) in stored for position in positions)
