@@ -83,6 +83,7 @@ COVERED = (
     "accepted of source grammar",
     "accepted of source prediction",
     "accepted beside the likeliest",
+    "states reached a draft",
 )
 
 

@@ -112,9 +112,10 @@ class SimGateway:
         return SimChannel(self._world.network, self._world.servers, self.process, address)
 
     def _ports_of(self, stored: StoredSession, session: Session) -> Ports:
-        target = CountedTarget(self.targets, session.answer.fingerprint or "", stored.directory.target)
         held, looks_up = stored.directory.draft, self._world.schedule.looks_up
         draft = CountedDraft(self.drafts, held, may_look_up=looks_up)
+        fingerprint = session.answer.fingerprint or ""
+        target = CountedTarget(self.targets, fingerprint, stored.directory.target, draft)
         target.ledger = draft.ledger = self._world.ledger
         return Ports(draft, target, self.clock)
 

@@ -12,19 +12,22 @@ from zlib import crc32
 from galley.common.models.grammars import ReplicaGrammars
 from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL
 from galley.common.registry.registration import Registration
+from galley.core import names
 from galley.core.answer.answer import SessionSpec
 from galley.core.cost.model import StepTimes
+from galley.core.features import NO_STATES
 from galley.core.step import StepOutcome, StepPlan, StepTrace
 from galley.core.trees import ROOT, best_first, path_to
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft.loop import DraftLoop
 from services.draft.servicer import DraftService
-from services.draft.strategies.base import DraftJob, Proposal
+from services.draft.strategies.base import DraftJob, DraftSession, Proposal
 from services.target.engine.protocol import Limits
 from services.target.servicer import TargetService
 from tests.fakes.engine import KnownEngine
+from tests.fakes.states import SIZE, states_of
 from tests.simulation.grammars import STOP, VOCAB, VOCABULARY, allowed_after, may_follow
-from tests.simulation.ledger import BLOCK_TOKENS
+from tests.simulation.ledger import BLOCK_TOKENS, Ledger
 from tests.simulation.schedule import MOST_K
 from tests.simulation.system.call import Server
 from tests.simulation.system.loop import Process
@@ -40,6 +43,9 @@ BLOCKS = 24
 WINDOW = BLOCKS * BLOCK_TOKENS
 _MS = 1_000_000
 PASS_TIMES = StepTimes.measured([(1, 50 * _MS), (512, 60 * _MS)])
+READERS = ("draft-0", "draft-2")
+"""The drafts that read the target's states after these layers; other drafts of a schedule read none."""
+FEATURE_LAYERS = (1, 4, 8)
 _RIGHT = 0.8
 _CYCLIC = 0.1
 """The share of trees of draft tokens that are none."""
@@ -83,19 +89,37 @@ class HalfRight:
 
     It knows the `specs` of all sessions. A wrong token of a session with a grammar is seldom one that the
     grammar does not allow. Its trees have right tokens at any rank, and some are no trees.
+
+    The target's states that reach it must be those of the session's confirmed tokens.
     """
 
-    def __init__(self, failing: Failing, specs: Mapping[str, SessionSpec]) -> None:
+    def __init__(self, failing: Failing, specs: Mapping[str, SessionSpec], ledger: Ledger) -> None:
         self._failing = failing
         self._specs = specs
+        self._ledger = ledger
 
     def begin(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         if asyncio.get_running_loop().time() < self._failing.until_s:
             raise OSError("the device is lost")
-        return [self._guess(job) for job in jobs]
+        guesses = [self._guess(job) for job in jobs]
+        for guess in guesses:
+            guess.used_features = self._read_states(guess.job.session)
+        return guesses
 
     def advance(self, guesses: Sequence[Proposal]) -> None:
         """Do nothing: `begin` finishes every proposal."""
+
+    def _read_states(self, session: DraftSession) -> bool:
+        """Take the states that came. Return True if that of the token before the last confirmed one did."""
+        states, session.states = session.states, NO_STATES
+        if not states.tokens:
+            return False
+        self._ledger.met["states reached a draft"] += 1
+        if states.end >= session.confirmed:
+            self._ledger.violate("a draft got a state of a token that has none yet")
+        if states != states_of(session.tokens, states.position, states.end, FEATURE_LAYERS):
+            self._ledger.violate("a draft got states that are not those of its tokens")
+        return states.end == session.confirmed - 1
 
     def _guess(self, job: DraftJob) -> Proposal:
         _, session_id = job.slice.key
@@ -186,8 +210,10 @@ class SimDraft:
 
     def _start(self) -> None:
         world, process = self._world, self.process
+        reads = self.address in READERS
+        strategy = names.FEATURES if reads else "sim"
         loop = DraftLoop(
-            {"sim": HalfRight(self.failing, world.specs)},
+            {strategy: HalfRight(self.failing, world.specs, world.ledger)},
             max_sessions=64,
             max_tokens=65536,
             max_batch=16,
@@ -195,10 +221,12 @@ class SimDraft:
         )
         info = pb.GetDraftInfoResponse(
             tokenizer_hash=TOKENIZER,
-            strategies=["sim"],
-            default_strategy="sim",
+            strategies=[strategy],
+            default_strategy=strategy,
             max_draft_tokens=MOST_DRAFT_TOKENS,
             vocab_size=VOCAB,
+            feature_layers=FEATURE_LAYERS if reads else (),
+            feature_size=SIZE if reads else 0,
         )
         self.service = _NotedDraft(loop, info, None, grammars=ReplicaGrammars(VOCABULARY))
         self.service.world, self.service.name = world, self.address
