@@ -243,12 +243,9 @@ def _feature_layers(item: pb.VerifyItem, info: EngineInfo) -> tuple[int, ...]:
         return ()
     if not info.feature_size:
         raise Unimplemented("want_features")
-    layers = tuple(item.feature_layers)
-    if not 1 <= len(layers) <= MAX_FEATURE_LAYERS:
-        raise InvalidField(
-            "feature_layers", f"must have 1 to {MAX_FEATURE_LAYERS} entries, got {len(layers)}"
-        )
-    least = 1
+    if not 1 <= (count := len(item.feature_layers)) <= MAX_FEATURE_LAYERS:
+        raise InvalidField("feature_layers", f"must have 1 to {MAX_FEATURE_LAYERS} entries, got {count}")
+    layers, least = tuple(item.feature_layers), 1
     for index, layer in enumerate(layers):
         check_range(f"feature_layers[{index}]", layer, least=least, most=info.feature_layers)
         least = layer + 1
