@@ -133,7 +133,7 @@ class Rows:
     The last tokens, as many as there are `parents`, are a tree (`galley/core/trees.py`). To extend it, feed
     the new nodes alone, with the parents of all nodes.
 
-    `added`, float32 [len(tokens), hidden], is added to their embeddings.
+    `added`, float32 [len(tokens), hidden] on the model's device, is added to their embeddings.
     """
 
     cache: SessionCache
