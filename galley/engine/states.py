@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from galley.core.errors import Broken
@@ -31,6 +34,7 @@ class Residuals:
     rows: Sequence[int] | None = ()
     added: Tensor | None = None
     _states: list[Tensor] = field(default_factory=list)
+    _index: Tensor | None = None
 
     def read(self, after: int, residual: Tensor) -> None:
         """Copy the rows of `residual` [rows, hidden], which has passed `after` layers, if they are wanted."""
@@ -38,9 +42,10 @@ class Residuals:
             return
         if self.rows is None:
             self._states.append(residual.clone())
-        else:
-            rows = torch.tensor(self.rows, dtype=torch.long, device=residual.device)
-            self._states.append(residual.index_select(0, rows))
+            return
+        if self._index is None:
+            self._index = torch.tensor(self.rows, dtype=torch.long, device=residual.device)
+        self._states.append(residual.index_select(0, self._index))
 
     def states(self) -> Tensor:
         """Return what was read, [rows, layers, hidden]."""
@@ -106,13 +111,14 @@ def with_states(
         counts.append(len(own))
         first += wanted_rows(chunk)
     index = torch.tensor(rows, dtype=torch.long, device=states.device)
-    parts = torch.split(states.index_select(0, index).to(torch.bfloat16).cpu(), counts)
-    layers = wanted_layers(chunks)
+    # numpy has no bfloat16, and is quicker with small arrays.
+    found = states.index_select(0, index).to(torch.bfloat16).cpu().view(torch.int16).numpy()
+    layers, ends = wanted_layers(chunks), accumulate(counts)
     return [
-        replace(outcome, states=_packed(part[:, [layers.index(layer) for layer in chunk.feature_layers]]))
-        if len(part) and isinstance(outcome, Sampled)
+        replace(outcome, states=_packed(found[end - count : end], layers, chunk.feature_layers))
+        if count and isinstance(outcome, Sampled)
         else outcome
-        for chunk, outcome, part in zip(chunks, outcomes, parts, strict=True)
+        for chunk, outcome, count, end in zip(chunks, outcomes, counts, ends, strict=True)
     ]
 
 
@@ -126,8 +132,11 @@ def _confirmed_rows(chunk: StepChunk, outcome: StepOutcome) -> list[int]:
     return [*range(nodes), *(nodes + node for node in path)]
 
 
-def _packed(states: Tensor) -> bytes:
-    return states.contiguous().view(torch.uint8).numpy().tobytes()
+def _packed(states: NDArray[np.int16], layers: tuple[int, ...], order: tuple[int, ...]) -> bytes:
+    """Return the states [rows, layers, hidden] of the layers of `order`, in that order."""
+    if order != layers:
+        states = states[:, [layers.index(layer) for layer in order]]
+    return states.tobytes()
 
 
 def size_of(module: Any) -> tuple[int, int]:
