@@ -167,6 +167,9 @@ def _verify_item(random: Random, known: Known) -> pb.VerifyItem:
     )
     if random.random() < 0.2:
         item.logprobs = random.randrange(4)
+    if random.random() < 0.3:
+        item.want_features = True
+        item.feature_layers.extend(sorted(random.sample(range(1, 10), random.randrange(1, 5))))
     return item
 
 
