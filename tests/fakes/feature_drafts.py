@@ -16,7 +16,13 @@ from galley.engine.load.feature_head import head_shapes
 
 
 def save_feature_draft(
-    source: Path, directory: Path, layers: Sequence[int], *, seed: int = 0, size: float = 0.1
+    source: Path,
+    directory: Path,
+    layers: Sequence[int],
+    *,
+    seed: int = 0,
+    size: float = 0.1,
+    int8: bool = True,
 ) -> Path:
     """Save the trained draft in `source` as one that reads states after `layers`.
 
@@ -31,7 +37,9 @@ def save_feature_draft(
             weights[name] = 0.5 + torch.rand(shape, generator=random)
         else:
             weight = torch.randn(shape, generator=random) * size / shape[1] ** 0.5
-            weights[name], weights[name + SCALE] = quantized(weight)
+            weights[name] = weight
+            if int8:
+                weights[name], weights[name + SCALE] = quantized(weight)
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save_file(weights, directory / WEIGHTS, {"format": "pt"})

@@ -145,13 +145,18 @@ def load_draft(
     of_features = head_shapes(config.hidden_size, len(form.feature_layers)) if form.feature_layers else {}
     given, tokens = _read(directory, expected_shapes | of_features, form, config.vocab_size)
     widened = _widened(given)
-    projections = {name: widened.pop(name).to(device) for name in of_features}
+    of_states = {name: widened.pop(name).to(device) for name in of_features}
     weights = {name: weight.to(dtype) for name, weight in widened.items()}
     if form.embeddings_sha256 is not None:
         weights[EMBEDDING] = _target_embedding(target, form.embeddings_sha256, config).to(dtype)
     module.load_state_dict(weights, assign=True)
     _keep_int8(module, given)
-    features = FeatureHead(form.feature_layers, projections, config) if projections else None
+    features = None
+    if of_states:
+        projections = {
+            name: _linear(name, weight, given) for name, weight in of_states.items() if weight.ndim > 1
+        }
+        features = FeatureHead(form.feature_layers, projections, of_states, config, dtype)
     return LoadedDraft(module.to(device).eval(), tokens.to(device), features)
 
 
@@ -207,6 +212,15 @@ def _scaled(name: str, weight: Tensor, scale: Tensor | None) -> Tensor:
     if weight.ndim != 2 or scale is None or scale.dtype != torch.float32 or scale.shape != weight.shape[:1]:
         raise UnsupportedModel(f"{name}: int8 weights must have a float32 scale for each row")
     return weight.float() * scale[:, None]
+
+
+def _linear(name: str, weight: Tensor, given: Mapping[str, Tensor]) -> nn.Linear:
+    """Return a layer of the widened `weight`, which also keeps it as int8 if it is stored so."""
+    if given[name].dtype == torch.int8:
+        return Int8Linear(weight, given[name], given[name + SCALE])
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
 
 
 def _keep_int8(module: nn.Module, given: Mapping[str, Tensor]) -> None:

@@ -10,8 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm
+
+from galley.engine.cpu.int8 import int8_product
+from galley.engine.cpu.packing import Linears, Product
 
 FEATURES, FEATURES_SCALE = "features.weight", "features_scale"
 OWN, OWN_SCALE = "own.weight", "own_scale"
@@ -31,24 +34,42 @@ def head_shapes(hidden: int, layers: int) -> dict[str, list[int]]:
 class FeatureHead:
     """The projections of states of `size` numbers: the target's after `layers`, and the draft's own."""
 
-    def __init__(self, layers: tuple[int, ...], weights: Mapping[str, Tensor], config: Any) -> None:
+    def __init__(
+        self,
+        layers: tuple[int, ...],
+        projections: Mapping[str, nn.Linear],
+        scales: Mapping[str, Tensor],
+        config: Any,
+        dtype: torch.dtype,
+    ) -> None:
         self.layers = layers
         self.size: int = config.hidden_size
         self._eps: float = config.rms_norm_eps
-        self._features = weights[FEATURES].float(), weights[FEATURES_SCALE].float()
-        self._own = weights[OWN].float(), weights[OWN_SCALE].float()
+        self._features = _Projection(projections[FEATURES], scales[FEATURES_SCALE], dtype)
+        self._own = _Projection(projections[OWN], scales[OWN_SCALE], dtype)
 
-    @torch.inference_mode()
     def from_target(self, states: Tensor) -> Tensor:
         """Return what is added for the target's states [rows, layers, size], float32 [rows, size]."""
-        weight, scale = self._features
-        return linear(self._normalized(states).flatten(1) * scale, weight)
+        return self._features(self._normalized(states).flatten(1))
 
-    @torch.inference_mode()
     def from_own(self, states: Tensor) -> Tensor:
         """Return what is added for the draft's own states [rows, size], float32 [rows, size]."""
-        weight, scale = self._own
-        return linear(self._normalized(states) * scale, weight)
+        return self._own(self._normalized(states))
 
     def _normalized(self, states: Tensor) -> Tensor:
         return rms_norm(states.float(), (self.size,), eps=self._eps)
+
+
+class _Projection:
+    """Multiply scaled rows by a weight; int8 weights as the layers of the draft, if its CPU can."""
+
+    def __init__(self, layer: nn.Linear, scale: Tensor, dtype: torch.dtype) -> None:
+        self._scale, self._rows_dtype = scale.float(), torch.float32
+        weight = layer.weight.detach().float()
+        self._run: Product = lambda rows: linear(rows, weight)
+        product = int8_product([layer], torch.float32) if scale.device.type == "cpu" else None
+        if product is not None:
+            self._run, self._rows_dtype = product, Linears(dtype, "cpu").rows_dtype
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self._run((rows * self._scale).to(self._rows_dtype))

@@ -93,6 +93,7 @@ class StateReader:
         """Return True if the last confirmed token's row in the cache has read the target's state."""
         return self._memories[session].read >= session.confirmed
 
+    @torch.inference_mode()
     def forward(self, batch: Sequence[tuple[DraftSession, Rows]]) -> Tensor:
         """Feed the rows with what they read, as `CausalModel.forward_head` does; keep their own states."""
         paths = [_paths_of(rows, session.confirmed) for session, rows in batch]
@@ -123,13 +124,22 @@ class StateReader:
             edges.append(first + len(of_rows))
         if not from_target and not from_own:
             return [rows for _, rows in batch]
-        added = torch.zeros(edges[-1], self._head.size, device=self._device)
+        added = self._added(edges[-1], from_target, from_own)
+        parts = [added[first:last] for first, last in pairwise(edges)]
+        return [replace(rows, added=part) for (_, rows), part in zip(batch, parts, strict=True)]
+
+    def _added(
+        self, rows: int, from_target: Sequence[tuple[int, Tensor]], from_own: Sequence[tuple[int, Tensor]]
+    ) -> Tensor:
+        """Return what is added to so many rows, some of which read a state, [rows, size]."""
+        if len(from_own) == rows:  # as in most steps
+            return self._head.from_own(torch.stack([state for _, state in from_own]))
+        added = torch.zeros(rows, self._head.size, device=self._device)
         for read, project in ((from_target, self._head.from_target), (from_own, self._head.from_own)):
             if read:
                 at = torch.tensor([row for row, _ in read], device=self._device)
                 added[at] = project(torch.stack([state for _, state in read]).to(self._device))
-        parts = [added[first:last] for first, last in pairwise(edges)]
-        return [replace(rows, added=part) for (_, rows), part in zip(batch, parts, strict=True)]
+        return added
 
     def _target_states(self, session: DraftSession, rows: Rows) -> Iterator[tuple[int, Tensor]]:
         """Yield the rows of confirmed tokens that read the target's state, with it, [layers, size]."""

@@ -74,7 +74,8 @@ class Pair:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     target = save_target(tmp_path_factory.mktemp("target"))
     plain = draft_of(target, int8=False).save(tmp_path_factory.mktemp("plain") / "draft")
-    directory = save_feature_draft(plain, tmp_path_factory.mktemp("features") / "draft", LAYERS, size=1.0)
+    folder = tmp_path_factory.mktemp("features")
+    directory = save_feature_draft(plain, folder / "draft", LAYERS, size=1.0, int8=False)
     trained, head = read_draft(directory, read_target(target), "draft")
     assert isinstance(trained, FeatureDraft)
     return Pair(load_draft(directory, target, kv_blocks=256), trained.eval(), torch.from_numpy(head))
