@@ -10,7 +10,7 @@ from torch import Tensor
 
 from galley.core.features import MAX_FEATURE_TOKENS, NO_STATES, States
 from galley.core.sampling_params import SamplingParams
-from galley.core.trees import path_to
+from galley.core.trees import ROOT, path_to
 from galley.distill.export import read_draft
 from galley.distill.features.draft import FeatureDraft, TargetStates
 from galley.distill.training.models import read_target
@@ -132,6 +132,22 @@ def test_logits_are_those_of_training_at_each_depth(pair: Pair, known: str) -> N
     assert reader.has_read(session) == (position + count == len(PROMPT) - 1)
 
 
+def test_a_node_of_a_tree_reads_the_state_of_its_parent(pair: Pair) -> None:
+    reader, session, cache = StateReader(pair.model, pair.features), DraftSession(), pair.model.new_cache()
+    session.tokens, session.confirmed = list(PROMPT), len(PROMPT)
+    session.states = pair.states(0, len(PROMPT) - 1)
+    reader.take(session, cache)
+    reader.forward([(session, Rows(cache, PROMPT, 1))])
+    first, second = [[3], [4]], [[3, 7], [4, 8], [3, 9]]
+    steps = [(first, (ROOT, ROOT)), (second, (ROOT, ROOT, 0, 1, 0))]
+    for paths, parents in steps:
+        rows = Rows(cache, [path[-1] for path in paths], len(paths), parents)
+        logits = reader.forward([(session, rows)])
+        for ours, path in zip(logits, paths, strict=True):
+            truth = pair.logits(PROMPT, path, [range(len(PROMPT) - 1)])
+            assert torch.allclose(ours, truth, atol=1e-3, rtol=1e-3), path
+
+
 def _span(known: str) -> tuple[int, int]:
     position, count = KNOWN[known]
     return position, position + count
@@ -176,7 +192,7 @@ def test_rounds_with_states_draft_as_in_training(pair: Pair, steps: Counting, wi
     strategy, session, tokens = ByWidth(ModelStrategy(steps), TreeStrategy(steps)), DraftSession(), PROMPT
     states = pair.states(0, len(PROMPT) - 1)
     for accepted in (2, 0, 3, 1):
-        proposal = run(strategy, session, tokens, states, width=width)
+        proposal = run(strategy, session, tokens, states, width=width, k=2 * K)
         known = [range(len(tokens) - 1)]
         _check_paths(pair, proposal, tokens, known)
         path = _path(proposal)[:accepted]
@@ -184,7 +200,7 @@ def test_rounds_with_states_draft_as_in_training(pair: Pair, steps: Counting, wi
         states = pair.states(len(tokens) - 1, len(path) + 1)
         steps.rows.clear()
         tokens = confirmed
-        first = run(strategy, session, tokens, states, width=width)
+        first = run(strategy, session, tokens, states, width=width, k=2 * K)
         # Accepted tokens are fed again: their states have come.
         assert steps.rows[0] == len(path) + 1
         _check_paths(pair, first, tokens, [range(len(tokens) - 1)])
@@ -200,12 +216,13 @@ def _path(proposal: Proposal) -> list[int]:
 
 
 def _check_paths(pair: Pair, proposal: Proposal, tokens: list[int], known: Sequence[range]) -> None:
-    """Require each node to be among the first candidates after its parent, as in training."""
+    """Require the children of each node to be the first candidates after it, as in training."""
     parents = tuple(proposal.parents or range(-1, len(proposal.tokens) - 1))
-    for node in range(len(proposal.tokens)):
-        *path, last = (proposal.tokens[above] for above in path_to(parents, node))
+    for parent in set(parents):
+        path = [] if parent == ROOT else [proposal.tokens[above] for above in path_to(parents, parent)]
+        children = {proposal.tokens[node] for node, above in enumerate(parents) if above == parent}
         logits = pair.logits(tokens, path, known)
-        assert last in pair.head[logits.topk(proposal.job.width).indices]
+        assert children == set(pair.head[logits.topk(len(children)).indices].tolist())
 
 
 def test_states_that_are_lost_leave_a_draft_that_goes_on(pair: Pair, steps: Counting) -> None:
