@@ -35,7 +35,7 @@ _PRIMING = "prime"
 _SHORTEST = 0.5
 _GOLDEN = 0.6180339887498949
 # The strategies of a run that names none, as far as the gateway has them.
-_DEFAULT = ("ngram", "model", "hybrid")
+_DEFAULT = ("ngram", "model", "features", "hybrid")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ def loads(cells: Sequence[Cell], pairs: int, sizes: Sizes) -> Iterator[Load]:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """The measurement to make. Without strategies: off, auto, and ngram, model and hybrid if offered.
+    """The measurement to make. Without strategies: off, auto, and those of `_DEFAULT` that are offered.
 
     `widths` are the most draft tokens for one position of fixed strategies.
     """

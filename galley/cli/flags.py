@@ -334,7 +334,8 @@ def answer_options(  # noqa: PLR0913  # one parameter a flag
         ),
     ] = None,
     strategy: Annotated[
-        str, _speculation(help="Draft strategy: ngram, model, hybrid or none. Default: the gateway's.")
+        str,
+        _speculation(help="Draft strategy: ngram, model, features, hybrid or none. Default: the gateway's."),
     ] = "",
     no_speculation: Annotated[
         bool, _speculation("--no-speculation", help="Decode without speculation.")

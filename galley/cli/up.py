@@ -67,7 +67,7 @@ DraftModel = Annotated[
     ),
 ]
 Strategy = Annotated[
-    Literal["ngram", "model", "hybrid", "none"] | None,
+    Literal["ngram", "model", "features", "hybrid", "none"] | None,
     typer.Option(
         help="Draft strategy of requests that name none. Default: hybrid with a draft model, else ngram."
     ),
@@ -319,7 +319,7 @@ serve = _as_serve()
 def stack_options(*, strategy: str | None, **options: Any) -> StackOptions:
     """Return a stack's options (None: its default strategy). Raises BadParameter, or Exit from `require`."""
     chosen = StackOptions(strategies=(strategy,) if strategy else (), **options)
-    if strategy in {names.MODEL, names.HYBRID} and draft_model_of(chosen) is None:
+    if strategy in {names.MODEL, names.FEATURES, names.HYBRID} and draft_model_of(chosen) is None:
         problem = f"must be ngram or none without a draft model (--draft-model), got {strategy}"
         raise typer.BadParameter(problem, param_hint="--strategy")
     require("all")

@@ -365,7 +365,10 @@ def test_a_name_in_use_and_a_bad_name_are_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["up", "--strategy=foo"], "--strategy: must be one of ngram, model, hybrid, none, got 'foo'"),
+        (
+            ["up", "--strategy=foo"],
+            "--strategy: must be one of ngram, model, features, hybrid, none, got 'foo'",
+        ),
         (["up", "--strategy=model", "--draft-model=none"], "--strategy: must be ngram or none"),
         (["up", "--data-dir=/usr"], "--data-dir: /usr: must be "),
         (["up", "--k=65"], "--k: must be at most 64, got 65"),
@@ -394,7 +397,7 @@ def test_a_name_in_use_and_a_bad_name_are_refused() -> None:
         (["up", "--pool=blue"], "--pool: must come with --redis-url"),
         (
             ["bench", "--strategies=foo"],
-            "--strategies: must be one of off, auto, ngram, model, hybrid, got 'foo'",
+            "--strategies: must be one of off, auto, ngram, model, hybrid, features, got 'foo'",
         ),
         (["bench", "--width=1,9"], "--width: must be numbers <= 8, got '1,9'"),
         (["bench", "--endpoint=x:y"], "--endpoint: must be HOST[:PORT], got 'x:y'"),

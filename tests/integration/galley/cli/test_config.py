@@ -96,7 +96,10 @@ def test_the_file_may_stand_before_the_command_or_in_the_environment(file: Path)
         ("[up]\ntrace = 1", "--config: {}:2: up.trace: must be true or false, got a whole number"),
         ("[up]\nmodel = 1", "--config: {}:2: up.model: must be text, got a whole number"),
         ('[up]\nname = "blue"\nk = 65', "{}:3: up.k: must be at most 64, got 65"),
-        ('[up]\nstrategy = "foo"', "{}:2: up.strategy: must be one of ngram, model, hybrid, none, got 'foo'"),
+        (
+            '[up]\nstrategy = "foo"',
+            "{}:2: up.strategy: must be one of ngram, model, features, hybrid, none, got 'foo'",
+        ),
         ("[up]\nredis-url = 'redis://u:canary@x'", "{}:2: up.redis-url: must not hold a password"),
         ("[up]\nconfig = 'other.toml'", "--config: {}:2: up.config: unknown"),
         ("port = 1", "--config: {}:1: port: must be in the table of a command, such as [up]"),
