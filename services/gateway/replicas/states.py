@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -76,12 +77,11 @@ class WaitingStates:
         """Return the states of tokens before `end` for a draft that reads this form; keep later ones."""
         if not self._arrived:
             return NO_STATES
-        states = NO_STATES
-        for further in self._arrived:
-            states = states.joined(further)
+        arrived = list(self._arrived)
         self.clear()
         if form is None or form != self._form:
             return NO_STATES
+        states = _joined(arrived)
         if later := max(0, states.end - max(end, states.position)):
             self._arrived.append(states.since(states.end - later))
             self._tokens = later
@@ -94,3 +94,16 @@ class WaitingStates:
     def clear(self) -> None:
         self._arrived.clear()
         self._tokens = 0
+
+
+def _joined(arrived: Sequence[States]) -> States:
+    """Return what `States.joined` makes of them one after another; copy those without a gap only once."""
+    joined = run = NO_STATES
+    parts: list[bytes] = []
+    for states in arrived:
+        if not run.tokens or states.position != run.end:
+            joined = joined.joined(replace(run, data=b"".join(parts)))
+            run, parts = replace(states, tokens=0), []
+        run = replace(run, tokens=run.tokens + states.tokens)
+        parts.append(states.data)
+    return joined.joined(replace(run, data=b"".join(parts)))
