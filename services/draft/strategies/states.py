@@ -60,6 +60,10 @@ class _Memory:
         }
         self.confirmed = tokens[: session.confirmed]
 
+    def drop_read(self, session: DraftSession) -> None:
+        """Drop the target's states that no row will read: the last confirmed token may be fed again."""
+        self.held = self.held.since(min(self.read, session.confirmed - 1) - 1)
+
 
 class StateReader:
     """Feed the rows of a model with the states that they read."""
@@ -85,8 +89,7 @@ class StateReader:
         changed = bool(memory.held.tokens) and first < min(memory.held.end + 1, cached, session.confirmed)
         if changed:
             cache.truncate(first)
-        # The last confirmed token may be fed again for its logits.
-        memory.held = memory.held.since(min(memory.read, session.confirmed - 1) - 1)
+        memory.drop_read(session)
         return changed
 
     def has_read(self, session: DraftSession) -> bool:
@@ -150,6 +153,7 @@ class StateReader:
         last = min(begin + len(rows.tokens), held.end + 1, session.confirmed)
         if first < last:
             memory.read = last
+            memory.drop_read(session)
             states = self._decoded(held)[first - 1 - held.position : last - 1 - held.position]
             yield from enumerate(states, first - begin)
 

@@ -304,3 +304,11 @@ def test_no_more_states_are_kept_than_may_be_read(pair: Pair, steps: Counting) -
     for position in range(0, 150, 10):
         session.states = session.states.joined(pair.states(position, 10))
     assert session.states.tokens == MAX_FEATURE_TOKENS
+
+
+def test_states_that_were_read_are_dropped_at_once(pair: Pair, steps: Counting) -> None:
+    """A session that is never asked for again keeps one, for the last confirmed token."""
+    session, reader = DraftSession(), steps._states
+    run(ModelStrategy(steps), session, PROMPT, pair.states(0, len(PROMPT) - 1))
+    assert reader is not None
+    assert reader._memories[session].held.tokens == 1
