@@ -53,7 +53,8 @@ class DraftReplica(PoolReplica[DraftClient, DraftLease]):
     def form_of(self, strategy: str) -> FeatureForm | None:
         """Return the target's states that it reads for a strategy ("" is its default), None for none."""
         info = self.client.info
-        if not info.feature_layers or (strategy or info.default_strategy) not in names.READS_FEATURES:
+        reads = (strategy or info.default_strategy) in names.READS_FEATURES
+        if not (reads and info.feature_layers and info.feature_size):
             return None
         return FeatureForm(tuple(info.feature_layers), info.feature_size)
 

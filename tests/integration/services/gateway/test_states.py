@@ -176,6 +176,18 @@ async def test_bad_states_of_a_target_are_not_passed_on(
     assert bool(sent_positions(world.draft)) == (spoil is lost)
 
 
+async def test_states_of_no_numbers_are_not_passed_on(world: World) -> None:
+    def send_unasked(result: pb.VerifyResult) -> None:
+        result.features = b"unasked!"
+
+    with_states(world)
+    world.draft.feature_size = 0
+    world.target.spoil = send_unasked
+    gateway = await world.gateway(credit=0)
+    must_be_true(await receive(gateway.generate(speculation=FOUR)))
+    assert not any(item.features for item in world.draft.calls)
+
+
 @any_credit
 async def test_a_draft_that_refuses_states_costs_no_token(world: World, credit: int) -> None:
     def refuse(item: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:
