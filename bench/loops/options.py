@@ -44,6 +44,7 @@ class Options:
     model: str = DEFAULT_MODEL
     draft_model: str | None = None
     delay_ms: float = 20.0
+    mbit_s: float = 0.0
     base: str = ""
     seed: int = 20261123
     quick: bool = False
@@ -99,6 +100,7 @@ def add_flags(parser: argparse.ArgumentParser, default: Options) -> None:
         "model": "target model: hub id or directory",
         "draft_model": "draft model; empty: the one trained for the default model",
         "delay_ms": "delay each way of slow links, in ms",
+        "mbit_s": "bandwidth of slow links, each way, in Mbit/s; 0: not limited",
         "base": "revision to compare this tree with",
         "seed": "seed of the first request",
     }

@@ -1,12 +1,13 @@
 """Measure the speed with 20 ms (--delay-ms) each way before target and draft.
 
 Gateways reach target and draft through relays (tests/fakes/relay.py): of 0 ms (`near`), of 20 ms (`far`), and
-of 20 ms before the session store as well (`far-store`). The draft is the shipped one. Speculation is off,
+of 20 ms before the session store as well (`far-store`). --mbit-s limits the far ones. Speculation is off,
 fixed at k = 4, or auto. By default there is one stream at temperature 0.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -39,12 +40,19 @@ def arm_of(place: str, speculation: str) -> str:
 async def start(run: Run) -> AsyncIterator[Mapping[str, LoopSide]]:
     """Start a stack, and a gateway with its relays for each place."""
     options = run.options
-    given = StackOptions(model=str(run.model_dir), dtype=options.dtype, threads=options.threads)
+    given = StackOptions(
+        model=str(run.model_dir),
+        draft_model=options.draft_model or None,
+        dtype=options.dtype,
+        threads=options.threads,
+    )
     async with AsyncExitStack() as held:
         stack = await held.enter_async_context(Stack(given))
 
         async def behind(part: str, delay_s: float) -> str:
-            return (await held.enter_async_context(Relay(stack.address(part), Link(delay_s)))).address
+            bits_per_s = 1e6 * options.mbit_s if delay_s and options.mbit_s else math.inf
+            link = Link(delay_s, bits_per_s=bits_per_s)
+            return (await held.enter_async_context(Relay(stack.address(part), link))).address
 
         specs = []
         for place in PLACES:

@@ -3,6 +3,7 @@
 The disturbances are what programs see of network faults through TCP; they need no privileges:
 
 - delay: each piece arrives later by the same time.
+- bandwidth: a direction of a connection takes this many bits a second; a piece waits for those before it.
 - loss: TCP resends a lost piece after a timeout that doubles each time (RFC 6298: at least a second; on Linux
   200 ms) and delivers in order. So a lost piece, and all pieces after it, are late.
 - a cut: nothing passes, neither bytes nor ends of connections; new connections hang. After `mend`, the
@@ -14,6 +15,7 @@ The disturbances are what programs see of network faults through TCP; they need 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator
 from random import Random
 from typing import Protocol
@@ -32,8 +34,9 @@ class Connection(Protocol):
 
 
 class Link:
-    def __init__(self, delay_s: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, delay_s: float = 0.0, seed: int = 0, bits_per_s: float = math.inf) -> None:
         self._delay_s = delay_s
+        self._bits_per_s = bits_per_s
         self._loss = 0.0
         self._chance = Random(seed)
         self._whole = asyncio.Event()
@@ -73,6 +76,10 @@ class Link:
 
     async def whole(self) -> None:
         await self._whole.wait()
+
+    def sending_s(self, size: int) -> float:
+        """Return for how long `size` bytes occupy a direction of a connection."""
+        return 8 * size / self._bits_per_s
 
     def lateness_s(self) -> float:
         return self._delay_s + sum(self._resends())

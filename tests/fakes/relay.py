@@ -1,8 +1,8 @@
 """Relay TCP connections in both directions over a link that may be slow, lossy or cut (tests/fakes/link.py).
 
-Order is kept, and any number of bytes may be in flight: the link limits time, not bandwidth. The end of one
-direction (half-close) and a reset are forwarded like bytes. Connecting is not delayed; over a cut link it
-hangs, as if SYNs were lost, although the caller's system shows the connection as established.
+Order is kept, and any number of bytes may be in flight. The end of one direction (half-close) and a reset are
+forwarded like bytes. Connecting is not delayed; over a cut link it hangs, as if SYNs were lost, although the
+caller's system shows the connection as established.
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ class _End(asyncio.Protocol):
         self.gone: asyncio.Future[None] = self._loop.create_future()
         self._transport: asyncio.Transport | None = None
         self._line: deque[tuple[float, Callable[[], None]]] = deque()
+        self._free_at_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._silent = False
         self._all_delivered = False
@@ -125,7 +126,7 @@ class _End(asyncio.Protocol):
             self._on_made(self, transport.get_extra_info("peername")[1])
 
     def data_received(self, data: bytes) -> None:
-        self._later(lambda: self._other.write(data))
+        self._later(lambda: self._other.write(data), len(data))
 
     def eof_received(self) -> bool:
         if not self._silent:
@@ -185,8 +186,9 @@ class _End(asyncio.Protocol):
             self._transport.abort()
         self._leave_link()
 
-    def _later(self, action: Callable[[], None]) -> None:
-        due_s = self._loop.time() + self._link.lateness_s()
+    def _later(self, action: Callable[[], None], size: int = 0) -> None:
+        self._free_at_s = max(self._free_at_s, self._loop.time()) + self._link.sending_s(size)
+        due_s = self._free_at_s + self._link.lateness_s()
         if self._line:
             due_s = max(due_s, self._line[-1][0])
         self._line.append((due_s, action))

@@ -97,6 +97,18 @@ async def test_bytes_arrive_delayed_and_in_order(delay_s: float) -> None:
         assert await server.ended.get() is None
 
 
+async def test_a_link_takes_so_many_bits_a_second() -> None:
+    loop = asyncio.get_running_loop()
+    async with serving(echo) as server, Relay(server.address, Link(bits_per_s=8e6)) as relay:
+        reader, writer = await connect(relay.address)
+        began = loop.time()
+        for _ in range(2):
+            writer.write(bytes(50_000))
+        await reader.readexactly(100_000)
+        assert loop.time() - began >= 0.1
+        await closed(writer)
+
+
 async def test_server_reset_arrives_after_earlier_bytes() -> None:
     async def send_and_reset(reader: Reader, writer: Writer) -> None:
         writer.write(b"last words")
