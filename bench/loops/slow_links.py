@@ -41,7 +41,7 @@ async def start(run: Run) -> AsyncIterator[Mapping[str, LoopSide]]:
     """Start a stack, and a gateway with its relays for each place."""
     options = run.options
     given = StackOptions(
-        model=str(run.model_dir),
+        model=options.model,
         draft_model=options.draft_model or None,
         dtype=options.dtype,
         threads=options.threads,
