@@ -54,6 +54,15 @@ class States:
         skipped = (position - self.position) * self._token_bytes
         return States(position, self.end - position, self.data[skipped:])
 
+    def until(self, end: int) -> States:
+        """Return the states of the tokens before `end`."""
+        if end >= self.end:
+            return self
+        if end <= self.position:
+            return NO_STATES
+        tokens = end - self.position
+        return States(self.position, tokens, self.data[: tokens * self._token_bytes])
+
     def joined(self, later: States) -> States:
         """Return these states followed by `later`, at most the last MAX_FEATURE_TOKENS.
 

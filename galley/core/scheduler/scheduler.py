@@ -527,11 +527,10 @@ class Scheduler:
         if not sampled.states:
             return NO_STATES
         each = state_bytes(len(request.message.feature_layers), self.feature_size)
-        tokens = len(sampled.states) // each - (len(sampled.tokens) - confirmed)
-        if tokens <= 0:
-            return NO_STATES
+        tokens = len(sampled.states) // each
+        drawn = States(position + len(sampled.tokens) - 1 - tokens, tokens, sampled.states)
         end = position + confirmed - 1
-        return States(end - tokens, tokens, sampled.states[: tokens * each]).since(end - MAX_FEATURE_TOKENS)
+        return drawn.until(end).since(end - MAX_FEATURE_TOKENS)
 
     def _compact(self, grant: Grant, root: int, computed: Sequence[int]) -> None:
         """Have the KV of these tokens, which follow `root`, moved to where it belongs by the next step."""

@@ -81,15 +81,14 @@ class WaitingStates:
         self.clear()
         if form is None or form != self._form:
             return NO_STATES
-        states = _joined(arrived)
-        if later := max(0, states.end - max(end, states.position)):
-            self._arrived.append(states.since(states.end - later))
-            self._tokens = later
-        tokens = states.tokens - later
-        states = States(states.position, tokens, states.data[: tokens * form.token_bytes])
+        joined = _joined(arrived)
+        if (later := joined.since(end)).tokens:
+            self._arrived.append(later)
+            self._tokens = later.tokens
+        states = joined.until(end)
         states = states.since(states.end - MAX_STATES_BYTES // form.token_bytes)
         self._observer.passed_states("sent", len(states.data))
-        return states if states.tokens else NO_STATES
+        return states
 
     def clear(self) -> None:
         self._arrived.clear()

@@ -53,6 +53,12 @@ def test_states_since_a_position_leave_out_the_tokens_before_it() -> None:
     assert states(5, 4).since(9) == NO_STATES
 
 
+def test_states_until_a_position_leave_out_the_tokens_from_it_on() -> None:
+    assert states(5, 4).until(7) == states(5, 2)
+    assert states(5, 4).until(9) == states(5, 4)
+    assert states(5, 4).until(5) == NO_STATES
+
+
 def test_joining_keeps_the_newest_state_of_each_token() -> None:
     rng = random.Random(11)
     held, truth = NO_STATES, dict[int, int]()
