@@ -49,7 +49,8 @@ class SessionSpec:
     draft tokens for one position; 0 is 1, or with `auto` what the gateway chooses. An empty `strategy` leaves
     the choice to the draft. With `continue_without_client`, work goes on after the client disconnects.
     `lora` names a LoRA adapter; empty: the model itself. The output belongs to the language of `grammar`, if
-    there is one, and probably contains the tokens of `prediction`.
+    there is one, and probably contains the tokens of `prediction`. With `no_audit`, no gateway audits it by
+    itself.
     """
 
     session_id: str
@@ -73,6 +74,7 @@ class SessionSpec:
     lora: str = ""
     grammar: GrammarSpec | None = None
     prediction: tuple[int, ...] = ()
+    no_audit: bool = False
 
 
 @value

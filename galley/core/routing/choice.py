@@ -77,11 +77,16 @@ class TargetLease(ReplicaLease):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftLease(ReplicaLease):
-    """A draft's lease; `model` may be empty. `sessions` counts those of the last seconds."""
+    """A draft's lease; `model` may be empty. `sessions` counts those of the last seconds.
+
+    `version` names its weights, by which sessions are split (`galley.core.versions.split`); empty: none.
+    """
 
     strategies: tuple[str, ...] = ()
     default_strategy: str = ""
     sessions: int = 0
+    version: str = ""
+    max_load_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

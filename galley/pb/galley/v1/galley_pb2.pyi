@@ -714,6 +714,7 @@ class GenerateRequest(_message.Message):
     USE_DEFAULT_SAMPLING_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
+    NO_AUDIT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model that the gateway serves, or a LoRA adapter of it: ADAPTER or MODEL:ADAPTER. Empty: the model."""
     text: _builtins.str
@@ -744,6 +745,8 @@ class GenerateRequest(_message.Message):
     """Take the fields of `sampling` that are unset from default_sampling of GetModelInfo."""
     lora: _builtins.str
     """LoRA adapter, one of lora_adapters of GetModelInfo. Empty: the one that `model` names, if any."""
+    no_audit: _builtins.bool
+    """Leave this session out of the audits that the gateway makes by itself (--audit-ratio)."""
     @_builtins.property
     def messages(self) -> Global___ChatMessages:
         """Rendered by the model's chat template."""
@@ -792,10 +795,11 @@ class GenerateRequest(_message.Message):
         use_default_sampling: _builtins.bool = ...,
         lora: _builtins.str = ...,
         prediction: Global___Prediction | None = ...,
+        no_audit: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages", b"messages", "n", b"n", "prediction", b"prediction", "sampling", b"sampling", "speculation", b"speculation", "structured_output", b"structured_output", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "continue_without_client", b"continue_without_client", "idempotency_key", b"idempotency_key", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "lora", b"lora", "max_tokens", b"max_tokens", "messages", b"messages", "min_tokens", b"min_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "priority", b"priority", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "text", b"text", "token_ids", b"token_ids", "use_default_sampling", b"use_default_sampling", "workload", b"workload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "continue_without_client", b"continue_without_client", "idempotency_key", b"idempotency_key", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "lora", b"lora", "max_tokens", b"max_tokens", "messages", b"messages", "min_tokens", b"min_tokens", "model", b"model", "n", b"n", "no_audit", b"no_audit", "prediction", b"prediction", "priority", b"priority", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "text", b"text", "token_ids", b"token_ids", "use_default_sampling", b"use_default_sampling", "workload", b"workload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -1286,6 +1290,131 @@ class AbortResponse(_message.Message):
 Global___AbortResponse: _TypeAlias = AbortResponse  # noqa: Y015
 
 @_typing.final
+class AuditRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuditRequest: _TypeAlias = AuditRequest  # noqa: Y015
+
+@_typing.final
+class AuditResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Verdict:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _VerdictEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[AuditResponse._Verdict.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        VERDICT_UNSPECIFIED: AuditResponse._Verdict.ValueType  # 0
+        VERDICT_SAME: AuditResponse._Verdict.ValueType  # 1
+        """All compared tokens are those of the token log."""
+        VERDICT_DIFFERS: AuditResponse._Verdict.ValueType  # 2
+        """Some are not."""
+        VERDICT_DAMAGED: AuditResponse._Verdict.ValueType  # 3
+        """The stored session does not agree with its hash: it was changed or damaged in the store."""
+        VERDICT_NOT_COMPARED: AuditResponse._Verdict.ValueType  # 4
+        """No token could be compared: no target of the build that computed them is there."""
+
+    class Verdict(_Verdict, metaclass=_VerdictEnumTypeWrapper): ...
+    VERDICT_UNSPECIFIED: AuditResponse.Verdict.ValueType  # 0
+    VERDICT_SAME: AuditResponse.Verdict.ValueType  # 1
+    """All compared tokens are those of the token log."""
+    VERDICT_DIFFERS: AuditResponse.Verdict.ValueType  # 2
+    """Some are not."""
+    VERDICT_DAMAGED: AuditResponse.Verdict.ValueType  # 3
+    """The stored session does not agree with its hash: it was changed or damaged in the store."""
+    VERDICT_NOT_COMPARED: AuditResponse.Verdict.ValueType  # 4
+    """No token could be compared: no target of the build that computed them is there."""
+
+    VERDICT_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPARED_FIELD_NUMBER: _builtins.int
+    DIFFERING_FIELD_NUMBER: _builtins.int
+    DIFFERENCES_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    DETERMINISTIC_FIELD_NUMBER: _builtins.int
+    verdict: Global___AuditResponse.Verdict.ValueType
+    output_tokens: _builtins.int
+    """Output tokens of the session; those of them that were compared, and that differ."""
+    compared: _builtins.int
+    differing: _builtins.int
+    fingerprint: _builtins.str
+    """Build of the target that computed the tokens again, and whether it promises the same bits in any batch."""
+    deterministic: _builtins.bool
+    @_builtins.property
+    def differences(self) -> _containers.RepeatedCompositeFieldContainer[Global___AuditDifference]:
+        """The first differences, at most 16."""
+
+    def __init__(
+        self,
+        *,
+        verdict: Global___AuditResponse.Verdict.ValueType = ...,
+        output_tokens: _builtins.int = ...,
+        compared: _builtins.int = ...,
+        differing: _builtins.int = ...,
+        differences: _abc.Iterable[Global___AuditDifference] | None = ...,
+        fingerprint: _builtins.str = ...,
+        deterministic: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compared", b"compared", "deterministic", b"deterministic", "differences", b"differences", "differing", b"differing", "fingerprint", b"fingerprint", "output_tokens", b"output_tokens", "verdict", b"verdict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuditResponse: _TypeAlias = AuditResponse  # noqa: Y015
+
+@_typing.final
+class AuditDifference(_message.Message):
+    """A token that an audit computed otherwise than the token log has it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    LOGGED_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    COMPUTED_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    LOGGED_LOGPROB_FIELD_NUMBER: _builtins.int
+    COMPUTED_LOGPROB_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Index among the output tokens."""
+    logged_token_id: _builtins.int
+    """The token of the log, and the one computed again, each with its logprob now: in the model's own distribution, before
+    SamplingParams are applied. 0: unknown.
+    """
+    computed_token_id: _builtins.int
+    logged_logprob: _builtins.float
+    computed_logprob: _builtins.float
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        logged_token_id: _builtins.int = ...,
+        computed_token_id: _builtins.int = ...,
+        logged_logprob: _builtins.float = ...,
+        computed_logprob: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_logprob", b"computed_logprob", "computed_token_id", b"computed_token_id", "index", b"index", "logged_logprob", b"logged_logprob", "logged_token_id", b"logged_token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuditDifference: _TypeAlias = AuditDifference  # noqa: Y015
+
+@_typing.final
 class GetModelInfoRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1370,6 +1499,106 @@ class GetModelInfoResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetModelInfoResponse: _TypeAlias = GetModelInfoResponse  # noqa: Y015
+
+@_typing.final
+class LoadDraftRequest(_message.Message):
+    """The first message has `draft`; the others have the bytes of its files, one file after the other, in the order of `draft`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAFT_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    @_builtins.property
+    def draft(self) -> Global___DraftFiles: ...
+    def __init__(
+        self,
+        *,
+        draft: Global___DraftFiles | None = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "draft", b"draft", "part", b"part"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "draft", b"draft", "part", b"part"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["draft", "data"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___LoadDraftRequest: _TypeAlias = LoadDraftRequest  # noqa: Y015
+
+@_typing.final
+class DraftFiles(_message.Message):
+    """A draft directory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILES_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """Name of its version. Empty: the digest of the files."""
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftFile]: ...
+    def __init__(
+        self,
+        *,
+        files: _abc.Iterable[Global___DraftFile] | None = ...,
+        version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftFiles: _TypeAlias = DraftFiles  # noqa: Y015
+
+@_typing.final
+class DraftFile(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """config.json, or another name that a draft directory has; no folders."""
+    size: _builtins.int
+    digest: _builtins.bytes
+    """blake2b-128 of the content."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        size: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftFile: _TypeAlias = DraftFile  # noqa: Y015
+
+@_typing.final
+class LoadDraftResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """The version that the replica serves now, as in GetDraftInfo."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadDraftResponse: _TypeAlias = LoadDraftResponse  # noqa: Y015
 
 @_typing.final
 class ProposeItem(_message.Message):
@@ -1692,6 +1921,8 @@ class GetDraftInfoResponse(_message.Message):
     HOST_FIELD_NUMBER: _builtins.int
     FEATURE_LAYERS_FIELD_NUMBER: _builtins.int
     FEATURE_SIZE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    MAX_LOAD_BYTES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     tokenizer_hash: _builtins.str
     default_strategy: _builtins.str
@@ -1699,6 +1930,12 @@ class GetDraftInfoResponse(_message.Message):
     max_draft_tokens: _builtins.int
     vocab_size: _builtins.int
     feature_size: _builtins.int
+    version: _builtins.str
+    """Name of its version, by which sessions are split between drafts: the replica's --version, or the first 16 hex digits of
+    the digest of its weights. Empty: it has no weights.
+    """
+    max_load_bytes: _builtins.int
+    """Largest draft that LoadDraft accepts, in bytes. 0: it accepts none."""
     @_builtins.property
     def strategies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -1720,10 +1957,12 @@ class GetDraftInfoResponse(_message.Message):
         host: Global___Host | None = ...,
         feature_layers: _abc.Iterable[_builtins.int] | None = ...,
         feature_size: _builtins.int = ...,
+        version: _builtins.str = ...,
+        max_load_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_strategy", b"default_strategy", "feature_layers", b"feature_layers", "feature_size", b"feature_size", "host", b"host", "incarnation", b"incarnation", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "strategies", b"strategies", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_strategy", b"default_strategy", "feature_layers", b"feature_layers", "feature_size", b"feature_size", "host", b"host", "incarnation", b"incarnation", "max_draft_tokens", b"max_draft_tokens", "max_load_bytes", b"max_load_bytes", "model", b"model", "strategies", b"strategies", "tokenizer_hash", b"tokenizer_hash", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -56,6 +56,11 @@ class GenerationStub:
                 request_serializer=galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.GetModelInfoRequest.SerializeToString,
                 response_deserializer=galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.GetModelInfoResponse.FromString,
                 _registered_method=True)
+        self.Audit = channel.unary_unary(
+                '/galley.v1.Generation/Audit',
+                request_serializer=galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.AuditRequest.SerializeToString,
+                response_deserializer=galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.AuditResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServicer:
@@ -91,6 +96,13 @@ class GenerationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Audit(self, request, context):
+        """Have a target compute the answer of a finished session again, and compare each token with the token log.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -113,6 +125,11 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.GetModelInfo,
                     request_deserializer=galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.GetModelInfoRequest.FromString,
                     response_serializer=galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.GetModelInfoResponse.SerializeToString,
+            ),
+            'Audit': grpc.unary_unary_rpc_method_handler(
+                    servicer.Audit,
+                    request_deserializer=galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.AuditRequest.FromString,
+                    response_serializer=galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.AuditResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -235,6 +252,33 @@ class Generation:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def Audit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/galley.v1.Generation/Audit',
+            galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.AuditRequest.SerializeToString,
+            galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.AuditResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class DraftStub:
     """----------------------------------------------------------------------------------------- draft --
@@ -262,6 +306,11 @@ class DraftStub:
                 request_serializer=galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.GetDraftInfoRequest.SerializeToString,
                 response_deserializer=galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.GetDraftInfoResponse.FromString,
                 _registered_method=True)
+        self.LoadDraft = channel.stream_unary(
+                '/galley.v1.Draft/LoadDraft',
+                request_serializer=galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.LoadDraftRequest.SerializeToString,
+                response_deserializer=galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.LoadDraftResponse.FromString,
+                _registered_method=True)
 
 
 class DraftServicer:
@@ -287,6 +336,14 @@ class DraftServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadDraft(self, request_iterator, context):
+        """Replace the weights of this replica. The old ones serve until the new ones are loaded and checked; a refused call
+        changes nothing. UNIMPLEMENTED unless GetDraftInfo has max_load_bytes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DraftServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -304,6 +361,11 @@ def add_DraftServicer_to_server(servicer, server):
                     servicer.GetDraftInfo,
                     request_deserializer=galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.GetDraftInfoRequest.FromString,
                     response_serializer=galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.GetDraftInfoResponse.SerializeToString,
+            ),
+            'LoadDraft': grpc.stream_unary_rpc_method_handler(
+                    servicer.LoadDraft,
+                    request_deserializer=galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.LoadDraftRequest.FromString,
+                    response_serializer=galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.LoadDraftResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -389,6 +451,33 @@ class Draft:
             '/galley.v1.Draft/GetDraftInfo',
             galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.GetDraftInfoRequest.SerializeToString,
             galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.GetDraftInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadDraft(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/galley.v1.Draft/LoadDraft',
+            galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.LoadDraftRequest.SerializeToString,
+            galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.LoadDraftResponse.FromString,
             options,
             channel_credentials,
             insecure,

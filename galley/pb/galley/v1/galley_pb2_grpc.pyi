@@ -50,6 +50,8 @@ class GenerationStub:
     Abort: _grpc.UnaryUnaryMultiCallable[_galley_pb2.AbortRequest, _galley_pb2.AbortResponse]
     """End a session permanently."""
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_galley_pb2.GetModelInfoRequest, _galley_pb2.GetModelInfoResponse]
+    Audit: _grpc.UnaryUnaryMultiCallable[_galley_pb2.AuditRequest, _galley_pb2.AuditResponse]
+    """Have a target compute the answer of a finished session again, and compare each token with the token log."""
 
 @_typing.type_check_only
 class GenerationAsyncStub(GenerationStub):
@@ -65,6 +67,8 @@ class GenerationAsyncStub(GenerationStub):
     Abort: _aio.UnaryUnaryMultiCallable[_galley_pb2.AbortRequest, _galley_pb2.AbortResponse]  # type: ignore[assignment]
     """End a session permanently."""
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_galley_pb2.GetModelInfoRequest, _galley_pb2.GetModelInfoResponse]  # type: ignore[assignment]
+    Audit: _aio.UnaryUnaryMultiCallable[_galley_pb2.AuditRequest, _galley_pb2.AuditResponse]  # type: ignore[assignment]
+    """Have a target compute the answer of a finished session again, and compare each token with the token log."""
 
 class GenerationServicer(metaclass=_abc_1.ABCMeta):
     """------------------------------------------------------------------------------------ generation --"""
@@ -102,6 +106,14 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_galley_pb2.GetModelInfoResponse, _abc.Awaitable[_galley_pb2.GetModelInfoResponse]]: ...
 
+    @_abc_1.abstractmethod
+    def Audit(
+        self,
+        request: _galley_pb2.AuditRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_galley_pb2.AuditResponse, _abc.Awaitable[_galley_pb2.AuditResponse]]:
+        """Have a target compute the answer of a finished session again, and compare each token with the token log."""
+
 def add_GenerationServicer_to_server(servicer: GenerationServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class DraftStub:
@@ -114,6 +126,10 @@ class DraftStub:
     Propose: _grpc.UnaryUnaryMultiCallable[_galley_pb2.ProposeRequest, _galley_pb2.ProposeResponse]
     ProposeStream: _grpc.StreamStreamMultiCallable[_galley_pb2.ProposeStreamRequest, _galley_pb2.ProposeStreamResponse]
     GetDraftInfo: _grpc.UnaryUnaryMultiCallable[_galley_pb2.GetDraftInfoRequest, _galley_pb2.GetDraftInfoResponse]
+    LoadDraft: _grpc.StreamUnaryMultiCallable[_galley_pb2.LoadDraftRequest, _galley_pb2.LoadDraftResponse]
+    """Replace the weights of this replica. The old ones serve until the new ones are loaded and checked; a refused call
+    changes nothing. UNIMPLEMENTED unless GetDraftInfo has max_load_bytes.
+    """
 
 @_typing.type_check_only
 class DraftAsyncStub(DraftStub):
@@ -123,6 +139,10 @@ class DraftAsyncStub(DraftStub):
     Propose: _aio.UnaryUnaryMultiCallable[_galley_pb2.ProposeRequest, _galley_pb2.ProposeResponse]  # type: ignore[assignment]
     ProposeStream: _aio.StreamStreamMultiCallable[_galley_pb2.ProposeStreamRequest, _galley_pb2.ProposeStreamResponse]  # type: ignore[assignment]
     GetDraftInfo: _aio.UnaryUnaryMultiCallable[_galley_pb2.GetDraftInfoRequest, _galley_pb2.GetDraftInfoResponse]  # type: ignore[assignment]
+    LoadDraft: _aio.StreamUnaryMultiCallable[_galley_pb2.LoadDraftRequest, _galley_pb2.LoadDraftResponse]  # type: ignore[assignment]
+    """Replace the weights of this replica. The old ones serve until the new ones are loaded and checked; a refused call
+    changes nothing. UNIMPLEMENTED unless GetDraftInfo has max_load_bytes.
+    """
 
 class DraftServicer(metaclass=_abc_1.ABCMeta):
     """----------------------------------------------------------------------------------------- draft --"""
@@ -147,6 +167,16 @@ class DraftServicer(metaclass=_abc_1.ABCMeta):
         request: _galley_pb2.GetDraftInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_galley_pb2.GetDraftInfoResponse, _abc.Awaitable[_galley_pb2.GetDraftInfoResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def LoadDraft(
+        self,
+        request_iterator: _MaybeAsyncIterator[_galley_pb2.LoadDraftRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_galley_pb2.LoadDraftResponse, _abc.Awaitable[_galley_pb2.LoadDraftResponse]]:
+        """Replace the weights of this replica. The old ones serve until the new ones are loaded and checked; a refused call
+        changes nothing. UNIMPLEMENTED unless GetDraftInfo has max_load_bytes.
+        """
 
 def add_DraftServicer_to_server(servicer: DraftServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
