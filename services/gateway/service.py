@@ -71,6 +71,7 @@ from services.gateway.settings import (
 )
 from services.gateway.store.redis import RedisStore
 from services.gateway.store.session_log import retry
+from services.gateway.telemetry.audit_metrics import AuditMetrics
 from services.gateway.telemetry.call import CallMetrics
 from services.gateway.telemetry.grammar_metrics import GrammarMetrics
 from services.gateway.telemetry.interceptor import RequestTracer, TraceInterceptor
@@ -251,6 +252,7 @@ async def _generation(
         peer_files = None if tls["target"] is None else tls["target"].files
         observe_expiry(registry, PEER_CERTIFICATE_EXPIRY, peer_files)
         grammars.on_compiled = GrammarMetrics(registry).count
+        AuditMetrics(registry)
         sessions = SessionMetrics(registry, model.name, names_principals=settings.usage_by_principal)
         observe_gateway(registry, streams, targets, None if settings.draft == NO_DRAFT else drafts)
         registry.observe(catalogue.SESSIONS_LIMIT, lambda: [((), model.max_sessions)])

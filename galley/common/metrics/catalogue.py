@@ -249,6 +249,17 @@ CACHE_MISSES = _gateway_counter(
     "Requests to replicas whose response was a cache miss, preempted ones included.",
     (of.POOL,),
 )
+AUDIT_TOKENS = _gateway_counter(
+    "galley.audit.tokens",
+    "{token}",
+    "Output tokens that an audit computed again and compared with the token log.",
+    (of.BUILD, of.COMPARED),
+)
+AUDIT_SESSIONS = _gateway_counter("galley.audit.sessions", "{session}", "Audits, by verdict.", (of.VERDICT,))
+AUDIT_TIME = _gateway_counter("galley.audit", "s", "Computing time of audits at targets.")
+AUDIT_WAITING = _gateway_gauge(
+    "galley.audit.waiting", "{session}", "Finished sessions that wait for their audit in this gateway."
+)
 
 # ------------------------------------------------------------------------------------------- draft --
 

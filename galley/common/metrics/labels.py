@@ -11,6 +11,7 @@ from galley.core.admission.admission import (
     OWN_TOKENS,
     SATURATED,
 )
+from galley.core.audit import Verdict
 from galley.core.names import (
     CHAT,
     GALLEY,
@@ -86,6 +87,23 @@ REFUSED = Label(
     "`saturated`: responses of targets wait for their turn in the gateway; "
     "`own_streams`, `own_tokens`: the caller's own limits; `draining`: the gateway is shutting down",
     values=(NO_SLOT, NO_SHARE, SATURATED, OWN_STREAMS, OWN_TOKENS, DRAINING),
+)
+BUILD = Label(
+    "build",
+    "target build of the audited tokens; `deterministic`: it promises the same tokens in any batch, so each "
+    "difference is an incident",
+    values=("deterministic", "other"),
+)
+COMPARED = Label(
+    "result",
+    "`same`: the target computed the logged token again; `differs`: it computed another",
+    values=("same", "differs"),
+)
+VERDICT = Label(
+    "verdict",
+    "`damaged`: the stored session does not agree with its hash; `not_compared`: no target of its build "
+    "is up",
+    values=tuple(verdict.value for verdict in Verdict),
 )
 OPERATION = Label("gen_ai.operation.name", "requested operation", values=(CHAT, TEXT_COMPLETION))
 PROVIDER = Label("gen_ai.provider.name", "always `galley`", values=(GALLEY,))
