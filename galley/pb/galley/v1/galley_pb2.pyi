@@ -1392,7 +1392,7 @@ class AuditDifference(_message.Message):
     """Index among the output tokens."""
     logged_token_id: _builtins.int
     """The token of the log, and the one computed again, each with its logprob now: in the model's own distribution, before
-    SamplingParams are applied. 0: unknown.
+    SamplingParams are applied. Unset: unknown.
     """
     computed_token_id: _builtins.int
     logged_logprob: _builtins.float
@@ -1403,16 +1403,75 @@ class AuditDifference(_message.Message):
         index: _builtins.int = ...,
         logged_token_id: _builtins.int = ...,
         computed_token_id: _builtins.int = ...,
-        logged_logprob: _builtins.float = ...,
-        computed_logprob: _builtins.float = ...,
+        logged_logprob: _builtins.float | None = ...,
+        computed_logprob: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_computed_logprob", b"_computed_logprob", "_logged_logprob", b"_logged_logprob", "computed_logprob", b"computed_logprob", "logged_logprob", b"logged_logprob"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_computed_logprob", b"_computed_logprob", "_logged_logprob", b"_logged_logprob", "computed_logprob", b"computed_logprob", "computed_token_id", b"computed_token_id", "index", b"index", "logged_logprob", b"logged_logprob", "logged_token_id", b"logged_token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__computed_logprob: _TypeAlias = _typing.Literal["computed_logprob"]  # noqa: Y015
+    _WhichOneofArgType__computed_logprob: _TypeAlias = _typing.Literal["_computed_logprob", b"_computed_logprob"]  # noqa: Y015
+    _WhichOneofReturnType__logged_logprob: _TypeAlias = _typing.Literal["logged_logprob"]  # noqa: Y015
+    _WhichOneofArgType__logged_logprob: _TypeAlias = _typing.Literal["_logged_logprob", b"_logged_logprob"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__computed_logprob) -> _WhichOneofReturnType__computed_logprob | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logged_logprob) -> _WhichOneofReturnType__logged_logprob | None: ...
+
+Global___AuditDifference: _TypeAlias = AuditDifference  # noqa: Y015
+
+@_typing.final
+class GetAuditCountsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_logprob", b"computed_logprob", "computed_token_id", b"computed_token_id", "index", b"index", "logged_logprob", b"logged_logprob", "logged_token_id", b"logged_token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___AuditDifference: _TypeAlias = AuditDifference  # noqa: Y015
+Global___GetAuditCountsRequest: _TypeAlias = GetAuditCountsRequest  # noqa: Y015
+
+@_typing.final
+class GetAuditCountsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSIONS_FIELD_NUMBER: _builtins.int
+    DAMAGED_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    DIFFERING_FIELD_NUMBER: _builtins.int
+    LOOSE_TOKENS_FIELD_NUMBER: _builtins.int
+    LOOSE_DIFFERING_FIELD_NUMBER: _builtins.int
+    sessions: _builtins.int
+    """Audited sessions, and those of them that do not agree with their hash."""
+    damaged: _builtins.int
+    tokens: _builtins.int
+    """Tokens that deterministic builds computed again, and those that differ: each is an incident."""
+    differing: _builtins.int
+    loose_tokens: _builtins.int
+    """The same of other builds, whose tokens may depend on the batch."""
+    loose_differing: _builtins.int
+    def __init__(
+        self,
+        *,
+        sessions: _builtins.int = ...,
+        damaged: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        differing: _builtins.int = ...,
+        loose_tokens: _builtins.int = ...,
+        loose_differing: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged", b"damaged", "differing", b"differing", "loose_differing", b"loose_differing", "loose_tokens", b"loose_tokens", "sessions", b"sessions", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetAuditCountsResponse: _TypeAlias = GetAuditCountsResponse  # noqa: Y015
 
 @_typing.final
 class GetModelInfoRequest(_message.Message):

@@ -61,6 +61,11 @@ class GenerationStub:
                 request_serializer=galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.AuditRequest.SerializeToString,
                 response_deserializer=galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.AuditResponse.FromString,
                 _registered_method=True)
+        self.GetAuditCounts = channel.unary_unary(
+                '/galley.v1.Generation/GetAuditCounts',
+                request_serializer=galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.GetAuditCountsRequest.SerializeToString,
+                response_deserializer=galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.GetAuditCountsResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServicer:
@@ -103,6 +108,13 @@ class GenerationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetAuditCounts(self, request, context):
+        """Return the totals of all audits of the deployment.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -130,6 +142,11 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.Audit,
                     request_deserializer=galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.AuditRequest.FromString,
                     response_serializer=galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.AuditResponse.SerializeToString,
+            ),
+            'GetAuditCounts': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetAuditCounts,
+                    request_deserializer=galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.GetAuditCountsRequest.FromString,
+                    response_serializer=galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.GetAuditCountsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -269,6 +286,33 @@ class Generation:
             '/galley.v1.Generation/Audit',
             galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.AuditRequest.SerializeToString,
             galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.AuditResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetAuditCounts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/galley.v1.Generation/GetAuditCounts',
+            galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.GetAuditCountsRequest.SerializeToString,
+            galley_dot_pb_dot_galley_dot_v1_dot_galley__pb2.GetAuditCountsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,6 +52,8 @@ class GenerationStub:
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_galley_pb2.GetModelInfoRequest, _galley_pb2.GetModelInfoResponse]
     Audit: _grpc.UnaryUnaryMultiCallable[_galley_pb2.AuditRequest, _galley_pb2.AuditResponse]
     """Have a target compute the answer of a finished session again, and compare each token with the token log."""
+    GetAuditCounts: _grpc.UnaryUnaryMultiCallable[_galley_pb2.GetAuditCountsRequest, _galley_pb2.GetAuditCountsResponse]
+    """Return the totals of all audits of the deployment."""
 
 @_typing.type_check_only
 class GenerationAsyncStub(GenerationStub):
@@ -69,6 +71,8 @@ class GenerationAsyncStub(GenerationStub):
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_galley_pb2.GetModelInfoRequest, _galley_pb2.GetModelInfoResponse]  # type: ignore[assignment]
     Audit: _aio.UnaryUnaryMultiCallable[_galley_pb2.AuditRequest, _galley_pb2.AuditResponse]  # type: ignore[assignment]
     """Have a target compute the answer of a finished session again, and compare each token with the token log."""
+    GetAuditCounts: _aio.UnaryUnaryMultiCallable[_galley_pb2.GetAuditCountsRequest, _galley_pb2.GetAuditCountsResponse]  # type: ignore[assignment]
+    """Return the totals of all audits of the deployment."""
 
 class GenerationServicer(metaclass=_abc_1.ABCMeta):
     """------------------------------------------------------------------------------------ generation --"""
@@ -113,6 +117,14 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_galley_pb2.AuditResponse, _abc.Awaitable[_galley_pb2.AuditResponse]]:
         """Have a target compute the answer of a finished session again, and compare each token with the token log."""
+
+    @_abc_1.abstractmethod
+    def GetAuditCounts(
+        self,
+        request: _galley_pb2.GetAuditCountsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_galley_pb2.GetAuditCountsResponse, _abc.Awaitable[_galley_pb2.GetAuditCountsResponse]]:
+        """Return the totals of all audits of the deployment."""
 
 def add_GenerationServicer_to_server(servicer: GenerationServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
