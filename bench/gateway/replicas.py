@@ -189,6 +189,9 @@ class InstantReplica(rpc.TargetServicer, rpc.DraftServicer):
     async def Propose(self, request: pb.ProposeRequest, context: Any) -> pb.ProposeResponse:
         raise NotImplementedError
 
+    async def LoadDraft(self, request_iterator: object, context: Any) -> pb.LoadDraftResponse:
+        raise NotImplementedError
+
     async def GetTargetInfo(
         self,
         request: pb.GetTargetInfoRequest,

@@ -87,6 +87,13 @@ class DraftService(rpc.DraftServicer):
         """Return what this draft offers, and its incarnation."""
         return self._info
 
+    async def LoadDraft(
+        self,
+        request_iterator: AsyncIterator[pb.LoadDraftRequest],  # noqa: ARG002
+        context: Any,  # noqa: ARG002
+    ) -> pb.LoadDraftResponse:
+        raise Unimplemented("draft")
+
     def lease(self, address: str) -> DraftLease:
         sessions = self._recent.count(time.monotonic_ns())
         return draft_lease(address, self._info, sessions=sessions, queue_depth=self._loop.queue_depth)

@@ -11,7 +11,7 @@ import grpc
 
 from galley.common.wire.codec import logprobs_message
 from galley.core.answer.answer import Chunk, Ending, NumericsChanged, Reason
-from galley.core.errors import Broken
+from galley.core.errors import Broken, Unimplemented
 from galley.core.session.machine import Session
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -56,6 +56,16 @@ class GenerationServicer(rpc.GenerationServicer):
     ) -> pb.AbortResponse:
         await self.generation.abort(request.session_id, client_call(context))
         return pb.AbortResponse()
+
+    async def Audit(
+        self, _request: pb.AuditRequest, _context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.AuditResponse:
+        raise Unimplemented("session_id")
+
+    async def GetAuditCounts(
+        self, _request: pb.GetAuditCountsRequest, _context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.GetAuditCountsResponse:
+        raise Unimplemented("counts")
 
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, _context: grpc.aio.ServicerContext[Any, Any]

@@ -53,6 +53,9 @@ class EchoService(rpc.DraftServicer):
     async def GetDraftInfo(self, request: object, context: Any) -> pb.GetDraftInfoResponse:
         return pb.GetDraftInfoResponse()
 
+    async def LoadDraft(self, request_iterator: object, context: Any) -> pb.LoadDraftResponse:
+        raise NotImplementedError
+
     async def drain(self) -> None:
         await self.release.wait()
 

@@ -43,11 +43,15 @@ class FakeGateway(rpc.GenerationServicer):
     reason: pb.Finished.Reason.ValueType = pb.Finished.REASON_STOP
     sources: tuple[pb.SourceStats, ...] = ()
     accepted_prediction_tokens: int = 0
-    requests: list[pb.GenerateRequest | pb.ResumeRequest | pb.AbortRequest] = field(default_factory=list)
+    requests: list[pb.GenerateRequest | pb.ResumeRequest | pb.AbortRequest | pb.AuditRequest] = field(
+        default_factory=list
+    )
     cancelled: threading.Event = field(default_factory=threading.Event)
     deadline_s: float | None = None
     default_sampling: pb.SamplingParams = field(default_factory=pb.SamplingParams)
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
+    audit: pb.AuditResponse = field(default_factory=pb.AuditResponse)
+    audit_counts: pb.GetAuditCountsResponse = field(default_factory=pb.GetAuditCountsResponse)
 
     def Generate(
         self, request: pb.GenerateRequest, context: grpc.ServicerContext
@@ -67,6 +71,17 @@ class FakeGateway(rpc.GenerationServicer):
         self.requests.append(request)
         self._maybe_fail(0, context)
         return pb.AbortResponse()
+
+    def Audit(self, request: pb.AuditRequest, context: grpc.ServicerContext) -> pb.AuditResponse:
+        self.requests.append(request)
+        self._maybe_fail(0, context)
+        return self.audit
+
+    def GetAuditCounts(
+        self, request: pb.GetAuditCountsRequest, context: grpc.ServicerContext
+    ) -> pb.GetAuditCountsResponse:
+        self._maybe_fail(0, context)
+        return self.audit_counts
 
     def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: grpc.ServicerContext

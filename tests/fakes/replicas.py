@@ -381,6 +381,9 @@ class FakeDraft(Replica, rpc.DraftServicer):
     async def Propose(self, request: Any, context: Any) -> pb.ProposeResponse:
         raise NotImplementedError
 
+    async def LoadDraft(self, request_iterator: object, context: Any) -> pb.LoadDraftResponse:
+        raise NotImplementedError
+
     async def ProposeStream(
         self, request_iterator: AsyncIterator[pb.ProposeStreamRequest], context: Any
     ) -> AsyncIterator[pb.ProposeStreamResponse]:
