@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 from galley.common.logs import get_logger
@@ -73,6 +72,8 @@ class SessionRunner:
         """`deadline_ns` is in the time of the clock port; None means no deadline."""
         self.session = session
         self.log = log
+        self.on_finished: Callable[[], None] = lambda: None
+        """Called once the store has the ending, if this runner stored it."""
         self._inbox: list[ev.Event] = []
         self._is_stepping = True
         """True while the machine handles events, and before the session runs."""
@@ -150,7 +151,7 @@ class SessionRunner:
     def _store_finish(self, effect: ev.StoreFinish) -> None:
         if self._renewal is not None:
             self._renewal.cancel()  # it would be refused once the session has ended
-        self._spawn(self._tell_result(partial(self.log.finish, effect)))
+        self._spawn(self._finish_log(effect))
 
     def _emit(self, effect: ev.Emit) -> None:
         self._observer.emitted()
@@ -247,6 +248,12 @@ class SessionRunner:
 
     async def _tell_result(self, write: Callable[[], Awaitable[ev.Event]]) -> None:
         self.post(await write())
+
+    async def _finish_log(self, effect: ev.StoreFinish) -> None:
+        event = await self.log.finish(effect)
+        if isinstance(event, ev.FinishStored):
+            self.on_finished()
+        self.post(event)
 
     def _directory(self, effect: ev.Commit) -> KvDirectory:
         """Return which replicas cache the session; the target is the one that reported the cache length.

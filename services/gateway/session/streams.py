@@ -78,6 +78,11 @@ class Streams:
         self.on_call: Callable[[], None] = lambda: None
         """Called for each new stream, also one that is refused."""
         self.own_sources = OwnSources()
+        self.on_finished: list[Callable[[Session, StoredSession, Principal], None]] = []
+        """Called for each session whose ending this gateway stored, at once; must neither block nor raise.
+
+        The stored session is the one that this gateway created or claimed, without the output since.
+        """
         self._store = store
         self._clock = clock
         self._ports_of = ports_of
@@ -179,7 +184,7 @@ class Streams:
             stored, answer = await self._take_over(slot, stored, nonce, deadline_ns)
         session = await self._session(stored, answer)
         observer.opened(session, stored, called_ns)
-        return self._runner(session, stored, called_ns, deadline_ns)
+        return self._runner(session, stored, slot.principal, called_ns, deadline_ns)
 
     async def claim(
         self,
@@ -205,7 +210,7 @@ class Streams:
         stored, answer = await self._take_over(slot, read, nonce, deadline_ns)
         session = await self._session(stored, answer, next_index, seen_hash)
         request_observer().opened(session, stored, called_ns, next_index)
-        return self._runner(session, stored, called_ns, deadline_ns)
+        return self._runner(session, stored, slot.principal, called_ns, deadline_ns)
 
     def admit_read(self, principal: Principal) -> AbstractContextManager[None]:
         """Hold a slot for reads of sessions. Raise Overloaded."""
@@ -341,12 +346,23 @@ class Streams:
         )
 
     def _runner(
-        self, session: Session, stored: StoredSession, held_ns: int, deadline_ns: int | None
+        self,
+        session: Session,
+        stored: StoredSession,
+        principal: Principal,
+        held_ns: int,
+        deadline_ns: int | None,
     ) -> SessionRunner:
         """Return the runner of a session that the store held at `held_ns`, or later."""
         log = SessionLog(self._store, stored, self._clock, self._timeouts, held_ns, deadline_ns)
         ports = self._ports_of(stored, session)
-        return SessionRunner(session, log, ports, self._timeouts, deadline_ns)
+        runner = SessionRunner(session, log, ports, self._timeouts, deadline_ns)
+        runner.on_finished = partial(self._finished, session, stored, principal)
+        return runner
+
+    def _finished(self, session: Session, stored: StoredSession, principal: Principal) -> None:
+        for finished in self.on_finished:
+            finished(session, stored, principal)
 
     async def _take_over(
         self, slot: AdmissionSlot, held: StoredSession, nonce: bytes, deadline_ns: int | None

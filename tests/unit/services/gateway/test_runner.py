@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import pytest
+
 from galley.core.answer.answer import Answer, SessionSpec
 from galley.core.errors import Cancelled, ClientStalled
 from galley.core.session import events as ev
@@ -109,3 +111,24 @@ async def test_a_client_that_does_not_read_ends_the_session_and_not_its_log() ->
     end = await (await runner_of(PortTarget(), store, client_ns=SECOND // 20)).run()
     assert isinstance(end.error, ClientStalled)
     assert len(store.log("s")) == SPEC.max_position
+
+
+async def test_the_end_of_a_session_is_reported_once_the_store_has_it() -> None:
+    store = FaultyStore()
+    runner = await runner_of(PortTarget(), store)
+    states: list[str] = []
+
+    def note() -> None:
+        states.append(store._records["s"].state)
+
+    runner.on_finished = note
+    assert (await run(runner)).error is None
+    assert states == ["finished"]
+
+
+async def test_a_session_that_failed_is_not_reported_as_finished() -> None:
+    targets = PortTarget()
+    runner = await runner_of(targets, FaultyStore())
+    runner.on_finished = lambda: pytest.fail("it has not ended")
+    runner.post(ev.Interrupted(Cancelled("the client went away")))
+    assert (await run(runner)).error is not None

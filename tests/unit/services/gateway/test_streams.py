@@ -179,6 +179,12 @@ async def test_a_session_without_client_keeps_its_place(
     servicer = GenerationServicer(
         Generation(streams, cast("Any", _Model), clock, b"secret", RequestObservers(clock))
     )
+    finished: list[tuple[int, str, str]] = []
+
+    def note(session: Session, stored: StoredSession, principal: Principal) -> None:
+        finished.append((session.answer.output_len, stored.ownership.session_id, principal.name))
+
+    streams.on_finished.append(note)
     events = servicer.Resume(pb.ResumeRequest(session_id=SESSION), cast("Any", Call()))
     assert (await anext(events)).event.HasField("started")
     await cast("Any", events).aclose()
@@ -192,6 +198,7 @@ async def test_a_session_without_client_keeps_its_place(
             await idle
     ended = [line for line in logs if line["event"] == "session finished after its client left"]
     assert [line["error"] for line in ended] == [None]
+    assert finished == [(spec.max_position - len(spec.prompt), SESSION, ANONYMOUS_NAME)]
     with streams.admit(ANONYMOUS):
         pass
 
