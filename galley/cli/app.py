@@ -19,13 +19,13 @@ from typer.core import TyperGroup
 
 from galley.cli.bench import bench
 from galley.cli.chat.command import chat
-from galley.cli.check import check
 from galley.cli.config import keep_config, kept_config, label, with_config_flag
 from galley.cli.demo import demo
 from galley.cli.distill import distill
 from galley.cli.flags import FAILED, USAGE, Output, fail, require, say
 from galley.cli.generate import generate, resume
-from galley.cli.plan import plan
+from galley.cli.planning.check import check
+from galley.cli.planning.plan import plan
 from galley.cli.stacks import logs, ps, stop
 from galley.cli.top import top
 from galley.cli.trace import trace

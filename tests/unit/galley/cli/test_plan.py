@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from galley.bench.report import as_dict, report_of
-from galley.cli.plan import plan
+from galley.cli.planning.plan import plan
 from tests.unit.galley.bench.blocks import block, rounds_of
 
 
