@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from galley.version import __version__
 
 if TYPE_CHECKING:  # loaded on first use: grpc takes a while, and the services never need the client
+    from galley.client.audit import AuditCounts, AuditReport, Difference, Verdict
     from galley.client.client import AsyncClient
     from galley.client.errors import (
         AlreadyExistsError,
@@ -40,11 +41,14 @@ __all__ = [
     "AlreadyExistsError",
     "AsyncClient",
     "AsyncStream",
+    "AuditCounts",
+    "AuditReport",
     "BadKey",
     "BadTlsFile",
     "Client",
     "DataLossError",
     "DeadlineExceededError",
+    "Difference",
     "FailedPreconditionError",
     "GalleyRpcError",
     "GenerateOptions",
@@ -66,10 +70,12 @@ __all__ = [
     "UnavailableError",
     "UnimplementedError",
     "Usage",
+    "Verdict",
     "__version__",
 ]
 
 _MODULES = {
+    "audit": ("AuditCounts", "AuditReport", "Difference", "Verdict"),
     "client": ("AsyncClient",),
     "options": ("GenerateOptions", "Message", "Retries", "Speculation", "Tls"),
     "result": ("Result", "SourceUsage", "SpeculationUsage", "TokenLogprobs", "Usage"),

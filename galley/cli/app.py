@@ -17,6 +17,7 @@ import typer
 from typer.completion import get_completion_script  # type: ignore[attr-defined]  # there is no other way
 from typer.core import TyperGroup
 
+from galley.cli.audit import audit
 from galley.cli.bench import bench
 from galley.cli.chat.command import chat
 from galley.cli.config import keep_config, kept_config, label, with_config_flag
@@ -133,7 +134,7 @@ def _galley(
             raise typer.BadParameter("must be UTF-8 text", param_hint=ascii(argument))
 
 
-for _command in (demo, up, serve, ps, logs, stop, generate, chat, resume, top, trace):
+for _command in (demo, up, serve, ps, logs, stop, generate, chat, resume, audit, top, trace):
     app.command(rich_help_panel=_USE)(with_config_flag(_command, "up" if _command is serve else ""))
 for _command in (check, bench, plan, distill):
     app.command(rich_help_panel=_MEASURE)(with_config_flag(_command))

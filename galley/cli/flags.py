@@ -114,6 +114,15 @@ StackName = Annotated[
         help="The stack on this machine, as named by `galley up --name`. Default: the only one that runs.",
     ),
 ]
+Endpoint = Annotated[
+    str | None,
+    _connection(
+        envvar="GALLEY_ENDPOINT",
+        help=f"Gateways, comma-separated; if one fails, the next is used. The port is {DEFAULT_PORT} "
+        "if left out. Default: the stack that `galley up` runs on this machine.",
+        metavar="HOST[:PORT]",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each event.")]
 Origins = Annotated[bool, typer.Option("--origins", help="Mark the tokens that the draft proposed.")]
 Timeout = Annotated[
@@ -251,15 +260,7 @@ def with_tls_flags(command: Callable[..., _T]) -> Callable[..., _T]:
 def connection_options(
     *,
     tls: Tls | None,
-    endpoint: Annotated[
-        str | None,
-        _connection(
-            envvar="GALLEY_ENDPOINT",
-            help=f"Gateways, comma-separated; if one fails, the next is used. The port is {DEFAULT_PORT} "
-            "if left out. Default: the stack that `galley up` runs on this machine.",
-            metavar="HOST[:PORT]",
-        ),
-    ] = None,
+    endpoint: Endpoint = None,
     stack: StackName = None,
     patience: Annotated[
         float,
@@ -353,6 +354,10 @@ def answer_options(  # noqa: PLR0913  # one parameter a flag
             "--continue-without-client",
             help="Let the session run on if this command ends; `galley resume` shows it.",
         ),
+    ] = False,
+    no_audit: Annotated[
+        bool,
+        typer.Option("--no-audit", help="Leave the session out of the gateways' own audits."),
     ] = False,
     lora: Annotated[
         str, typer.Option(metavar="NAME", help="LoRA adapter of the targets. Default: the model itself.")

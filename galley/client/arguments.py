@@ -260,6 +260,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "idempotency_key": _text,
     "priority": _INT32,
     "continue_without_client": _flag,
+    "no_audit": _flag,
     "timeout_s": _seconds,
     "force_trace": _flag,
 }

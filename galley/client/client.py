@@ -27,6 +27,7 @@ from galley.client.arguments import (
     checked_resume_point,
     show_options,
 )
+from galley.client.audit import AuditCounts, AuditReport, audit_counts, audit_report
 from galley.client.credentials import Key, environment_key, key_metadata, tls_to_gateways
 from galley.client.errors import GalleyRpcError, rpc_error
 from galley.client.options import Conversation, GenerateOptions, Prompt, Retries, Tls
@@ -264,6 +265,30 @@ class AsyncClient:
         """
         request = pb.AbortRequest(session_id=session_id)
         await self._first_response(lambda stub, key: stub.Abort(request, timeout=timeout_s, metadata=key))
+
+    async def audit(self, session_id: str, *, timeout_s: float | None = None) -> AuditReport:
+        """Have a target compute the answer of a finished session again, and compare it with the token log.
+
+        >>> (await client.audit("session-1")).verdict
+        <Verdict.SAME: 'same'>
+        """
+        request = pb.AuditRequest(session_id=session_id)
+        response = await self._first_response(
+            lambda stub, key: stub.Audit(request, timeout=timeout_s, metadata=key)
+        )
+        return audit_report(session_id, response)
+
+    async def audit_counts(self, *, timeout_s: float | None = None) -> AuditCounts:
+        """Return the totals of all audits of the deployment.
+
+        >>> (await client.audit_counts()).differing
+        0
+        """
+        request = pb.GetAuditCountsRequest()
+        response = await self._first_response(
+            lambda stub, key: stub.GetAuditCounts(request, timeout=timeout_s, metadata=key)
+        )
+        return audit_counts(response)
 
     async def model_info(self, model: str = "", *, timeout_s: float | None = None) -> pb.GetModelInfoResponse:
         """Return the served model, its strategies and its limits; `model`, if given, must be its name.

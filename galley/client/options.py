@@ -90,6 +90,7 @@ class GenerateOptions(TypedDict, total=False):
     texts), `grammar` (Lark) and `structural_tag` (a dict, or JSON) gives the form of the answer.
     `prediction`, text or token ids, is what the answer repeats for the most part; it changes the speed and
     no token.
+    `no_audit` leaves the session out of the audits that gateways make by themselves.
     `timeout_s` is the deadline of the whole answer, in seconds. `force_trace` makes the gateways trace this
     request whatever they sample.
     """
@@ -122,6 +123,7 @@ class GenerateOptions(TypedDict, total=False):
     idempotency_key: str
     priority: int
     continue_without_client: bool
+    no_audit: bool
     timeout_s: float | None
     force_trace: bool
 

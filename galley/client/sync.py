@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Self, TypeVar, Unpack
 
 from galley.client.arguments import show_options
+from galley.client.audit import AuditCounts, AuditReport
 from galley.client.client import AsyncClient
 from galley.client.credentials import Key
 from galley.client.options import Conversation, GenerateOptions, Prompt, Retries, Tls
@@ -187,6 +188,22 @@ class Client:
         >>> client.abort("session-1")
         """
         _run(self._client.abort(session_id, timeout_s=timeout_s))
+
+    def audit(self, session_id: str, *, timeout_s: float | None = None) -> AuditReport:
+        """Have a target compute the answer of a finished session again, and compare it with the token log.
+
+        >>> client.audit("session-1").verdict
+        <Verdict.SAME: 'same'>
+        """
+        return _run(self._client.audit(session_id, timeout_s=timeout_s))
+
+    def audit_counts(self, *, timeout_s: float | None = None) -> AuditCounts:
+        """Return the totals of all audits of the deployment.
+
+        >>> client.audit_counts().differing
+        0
+        """
+        return _run(self._client.audit_counts(timeout_s=timeout_s))
 
     def model_info(self, model: str = "", *, timeout_s: float | None = None) -> pb.GetModelInfoResponse:
         """Return the served model, its strategies and its limits; `model`, if given, must be its name.

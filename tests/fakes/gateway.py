@@ -50,7 +50,15 @@ class FakeGateway(rpc.GenerationServicer):
     deadline_s: float | None = None
     default_sampling: pb.SamplingParams = field(default_factory=pb.SamplingParams)
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
-    audit: pb.AuditResponse = field(default_factory=pb.AuditResponse)
+    audit: pb.AuditResponse = field(
+        default_factory=lambda: pb.AuditResponse(
+            verdict=pb.AuditResponse.VERDICT_SAME,
+            output_tokens=4,
+            compared=4,
+            fingerprint="build-1",
+            deterministic=True,
+        )
+    )
     audit_counts: pb.GetAuditCountsResponse = field(default_factory=pb.GetAuditCountsResponse)
 
     def Generate(

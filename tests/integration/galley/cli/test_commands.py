@@ -100,7 +100,7 @@ def test_every_flag_reaches_the_wire() -> None:
         "--temperature=0.5 --top-p=0.5 --top-k=7 --min-p=0.25 --frequency-penalty=1 --presence-penalty=-1 "
         "--repetition-penalty=1.5 --seed=18446744073709551615 --max-tokens=9 --min-tokens=2 --stop=a "
         "--stop=b --ignore-eos --logprobs=3 --k=2 --width=3 --strategy=ngram --workload=code "
-        "--idempotency-key=key --continue-without-client --timeout=60 --lora=sql"
+        "--idempotency-key=key --continue-without-client --timeout=60 --lora=sql --no-audit"
     )
     assert ask(gateway, "generate", "x", "--raw", *flags.split()).exit_code == 0
     expected = pb.GenerateRequest(
@@ -126,6 +126,7 @@ def test_every_flag_reaches_the_wire() -> None:
         idempotency_key="key",
         continue_without_client=True,
         lora="sql",
+        no_audit=True,
     )
     assert gateway.requests == [expected]
 

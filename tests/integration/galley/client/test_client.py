@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from typing import Any
 
 import grpc
 import pytest
 
 from galley.client.client import NO_RETRIES, AsyncClient, AsyncStream, GalleyRpcError
-from galley.client.errors import BadKey
+from galley.client.errors import BadKey, NotFoundError
 from galley.client.options import Message, Speculation
+from galley.core.audit import AuditCounts, AuditReport, Difference, Verdict
 from galley.core.content import prefix_hash
 from galley.core.errors import InvalidField, Overloaded, Unavailable, UnknownSession
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -210,3 +212,60 @@ async def test_abort_and_model_info() -> None:
         with pytest.raises(GalleyRpcError):
             await client.model_info()
     assert gateway.requests[0] == pb.AbortRequest(session_id=SESSION)
+
+
+AUDIT = pb.AuditResponse(
+    verdict=pb.AuditResponse.VERDICT_DIFFERS,
+    output_tokens=9,
+    compared=8,
+    differing=2,
+    differences=[
+        pb.AuditDifference(
+            index=3, logged_token_id=5, computed_token_id=6, logged_logprob=-0.75, computed_logprob=0.0
+        ),
+        pb.AuditDifference(index=7, logged_token_id=1, computed_token_id=2),
+    ],
+    fingerprint="build-1",
+    deterministic=True,
+)
+
+
+async def test_an_audit_is_reported_as_the_gateway_says() -> None:
+    gateway = FakeGateway(audit=AUDIT)
+    async with client_of(gateway) as client:
+        report = await client.audit(SESSION)
+    assert report == AuditReport(
+        session_id=SESSION,
+        verdict=Verdict.DIFFERS,
+        output_tokens=9,
+        compared=8,
+        differing=2,
+        differences=(Difference(3, 5, 6, -0.75, 0.0), Difference(7, 1, 2)),
+        fingerprint="build-1",
+        deterministic=True,
+    )
+    assert gateway.requests == [pb.AuditRequest(session_id=SESSION)]
+
+
+@pytest.mark.parametrize("name", pb.AuditResponse.Verdict.keys())
+async def test_each_verdict_is_known_and_an_unknown_one_compares_nothing(name: str) -> None:
+    gateway = FakeGateway(audit=pb.AuditResponse(verdict=pb.AuditResponse.Verdict.Value(name)))
+    async with client_of(gateway) as client:
+        verdict = (await client.audit(SESSION)).verdict
+    known = name.removeprefix("VERDICT_")
+    assert verdict is (Verdict.NOT_COMPARED if known == "UNSPECIFIED" else Verdict[known])
+
+
+async def test_totals_of_audits() -> None:
+    counts = AuditCounts(sessions=1, tokens=2, differing=3, loose_tokens=4, loose_differing=5, damaged=6)
+    gateway = FakeGateway(audit_counts=pb.GetAuditCountsResponse(**asdict(counts)))
+    async with client_of(gateway) as client:
+        assert await client.audit_counts() == counts
+
+
+async def test_an_audit_of_no_session_is_refused() -> None:
+    async with client_of(FakeGateway(error=UnknownSession("nobody"))) as client:
+        with pytest.raises(NotFoundError, match="no session 'nobody'"):
+            await client.audit("nobody")
+        with pytest.raises(GalleyRpcError):
+            await client.audit_counts()

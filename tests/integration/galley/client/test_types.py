@@ -14,6 +14,8 @@ from pydantic import BaseModel, TypeAdapter
 from galley import (
     AsyncClient,
     AsyncStream,
+    AuditCounts,
+    AuditReport,
     Client,
     GenerateOptions,
     Message,
@@ -35,6 +37,8 @@ def test_the_synchronous_client() -> None:
         stream = assert_type(client.stream([1, 2], speculation=Speculation(k=2), stop=["a"]), Stream)
         assert [assert_type(event, pb.StreamEvent) for event in stream]
         assert_type(stream.result(), Result)
+        assert_type(client.audit(result.session_id), AuditReport)
+        assert_type(client.audit_counts(), AuditCounts)
     assert_type(result.text, str)
     assert_type(result.tokens, list[int])
     assert_type(result.usage, Usage)
