@@ -78,6 +78,7 @@ from services.gateway.telemetry.interceptor import RequestTracer, TraceIntercept
 from services.gateway.telemetry.observer import RequestObservers
 from services.gateway.telemetry.session_metrics import SessionMetrics
 from services.gateway.telemetry.spans import TraceOptions
+from services.gateway.telemetry.version_metrics import VersionMetrics
 
 _log = get_logger(__name__)
 _HAND_OVER_SHARE = 0.6
@@ -253,6 +254,7 @@ async def _generation(
         observe_expiry(registry, PEER_CERTIFICATE_EXPIRY, peer_files)
         grammars.on_compiled = GrammarMetrics(registry).count
         AuditMetrics(registry)
+        VersionMetrics(registry)
         sessions = SessionMetrics(registry, model.name, names_principals=settings.usage_by_principal)
         observe_gateway(registry, streams, targets, None if settings.draft == NO_DRAFT else drafts)
         registry.observe(catalogue.SESSIONS_LIMIT, lambda: [((), model.max_sessions)])

@@ -260,6 +260,37 @@ AUDIT_TIME = _gateway_counter("galley.audit", "s", "Computing time of audits at 
 AUDIT_WAITING = _gateway_gauge(
     "galley.audit.waiting", "{session}", "Finished sessions that wait for their audit in this gateway."
 )
+DRAFT_VERSION_SESSIONS = _gateway_counter(
+    "galley.draft.version.sessions",
+    "{session}",
+    "Finished sessions, by the version of the draft that they were given.",
+    (of.DRAFT_VERSION,),
+)
+DRAFT_VERSION_OUTPUT_TOKENS = _gateway_counter(
+    "galley.draft.version.output_tokens",
+    "{token}",
+    "Output tokens of these sessions.",
+    (of.DRAFT_VERSION,),
+)
+DRAFT_VERSION_ACCEPTED_TOKENS = _gateway_counter(
+    "galley.draft.version.accepted_tokens",
+    "{token}",
+    "Output tokens of these sessions that drafts proposed. Their share of the output tokens is the gain.",
+    (of.DRAFT_VERSION,),
+)
+DRAFT_VERSION_SHARE = _gateway_gauge(
+    "galley.draft.version.share",
+    "",
+    "Share of the sessions that the split gives to a version; absent without a split.",
+    (of.DRAFT_VERSION,),
+    initial=(),
+)
+DRAFT_VERSION_DECISIONS = _gateway_counter(
+    "galley.draft.version.decisions",
+    "{decision}",
+    "Trials of versions that this gateway ended by rule.",
+    (of.DECISION,),
+)
 
 # ------------------------------------------------------------------------------------------- draft --
 

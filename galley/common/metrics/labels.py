@@ -28,6 +28,7 @@ GATEWAY, DRAFT, TARGET = "gateway", "draft", "target"
 SERVICES = (GATEWAY, DRAFT, TARGET)
 
 NO_WORKLOAD = "none"
+NO_VERSION = "none"
 OK = "ok"
 NO_FAULT, CALLER_FAULT, SERVER_FAULT = "none", "caller", "server"
 
@@ -104,6 +105,17 @@ VERDICT = Label(
     "`damaged`: the stored session does not agree with its hash; `not_compared`: no target of its build "
     "is up",
     values=tuple(verdict.value for verdict in Verdict),
+)
+DRAFT_VERSION = Label(
+    "version",
+    "version of the draft that a session was given, whatever then served it; "
+    f"`{NO_VERSION}`: any that no trial names",
+    most=16,
+)
+DECISION = Label(
+    "decision",
+    "`promoted`: the version was better and gets all sessions; `rolled_back`: it gets none",
+    values=("promoted", "rolled_back"),
 )
 OPERATION = Label("gen_ai.operation.name", "requested operation", values=(CHAT, TEXT_COMPLETION))
 PROVIDER = Label("gen_ai.provider.name", "always `galley`", values=(GALLEY,))
