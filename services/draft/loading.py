@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from galley.common.draft_loading import draft_version
 from galley.common.host import this_host
 from galley.common.logs import get_logger
 from galley.common.models.files import CONFIGS, end_token_ids, token_table, tokenizer_hash
@@ -69,6 +70,7 @@ def load_strategies(
         host=this_host(settings.thread_count, settings.device),
         feature_layers=features.layers if features else (),
         feature_size=features.size if features else 0,
+        version=settings.version or (draft_version(model.info.directory) if model else ""),
     )
     return offered, info
 

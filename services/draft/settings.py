@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path  # pydantic reads the annotation
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from galley.common.config.settings import settings_config
+from galley.common.draft_loading import check_version
 from galley.common.models.files import DEFAULT_MODEL
 from galley.common.registry.registration import ReplicaSettings
+
+
+def _check_version(version: str) -> str:
+    return check_version(version) if version else ""
 
 
 class DraftSettings(ReplicaSettings):
@@ -60,6 +65,12 @@ class DraftSettings(ReplicaSettings):
         le=86400,
         description="Time for which recent answers are kept in Redis for the other drafts of the pool, in "
         "seconds. 0 shares none, as does a draft without --redis-url.",
+    )
+
+    version: Annotated[str, AfterValidator(_check_version)] = Field(
+        default="",
+        description="Name of the version of this draft, by which sessions are split between drafts: letters, "
+        "digits and . _ -. Empty: the digest of its weights.",
     )
 
     @property

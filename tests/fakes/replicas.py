@@ -356,6 +356,8 @@ class FakeDraft(Replica, rpc.DraftServicer):
         self.strategies = STRATEGIES
         self.feature_layers: Sequence[int] = ()
         self.feature_size = STATE_SIZE
+        self.version = ""
+        self.max_load_bytes = 0
         self.corrupt: Callable[[pb.ProposeItem, pb.ProposeAnswer], None] = lambda _item, _answer: None
         self.before_answering: Callable[[], Any] | None = None
 
@@ -376,6 +378,8 @@ class FakeDraft(Replica, rpc.DraftServicer):
             vocab_size=VOCAB,
             feature_layers=self.feature_layers,
             feature_size=self.feature_size if self.feature_layers else 0,
+            version=self.version,
+            max_load_bytes=self.max_load_bytes,
         )
 
     async def Propose(self, request: Any, context: Any) -> pb.ProposeResponse:

@@ -58,6 +58,13 @@ class DraftReplica(PoolReplica[DraftClient, DraftLease]):
             return None
         return FeatureForm(tuple(info.feature_layers), info.feature_size)
 
+    def is_unknown(self) -> bool:
+        """Return True if it must be met: another process may serve there, or this one other weights."""
+        if super().is_unknown():
+            return True
+        info = self.client.info
+        return info.max_load_bytes > 0 if self.lease is None else self.lease.version != info.version
+
     def is_available(self, now_ns: int) -> bool:
         return self.is_accepted and self.client.replica is not None and self.breaker.can_begin(now_ns)
 

@@ -94,6 +94,11 @@ async def test_it_describes_the_cores_that_it_computes_on(tmp_path: Path) -> Non
         (["--max-batch", "0"], {}, "--max-batch (or GALLEY_DRAFT_MAX_BATCH): Input should be greater"),
         ([], {"GALLEY_DRAFT_PORT": "99999"}, "--port (or GALLEY_DRAFT_PORT): Input should be less than"),
         (["--default-strategy", "model"], {}, "--default-strategy: must not be model without --model"),
+        (
+            ["--version", "a b"],
+            {},
+            "--version (or GALLEY_DRAFT_VERSION): must be 1 to 64 letters",
+        ),
     ],
 )
 def test_a_bad_setting_is_refused_by_name(

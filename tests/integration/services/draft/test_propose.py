@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from galley.common.draft_loading import draft_version
 from galley.common.models.files import tokenizer_hash
 from galley.core.content import prefix_hash
 from galley.core.trees import ROOT, main_path, ranks, valid_count
@@ -131,6 +132,14 @@ async def test_model_proposes_its_own_tokens(tiny: Path) -> None:
     assert list(info.strategies) == ["hybrid", "model", "ngram", "none"]
     assert (info.default_strategy, info.vocab_size, info.max_draft_tokens) == ("model", VOCAB, 8)
     assert info.tokenizer_hash == tokenizer_hash(tiny)
+
+
+async def test_a_draft_has_the_version_of_its_weights_or_of_its_setting(tiny: Path) -> None:
+    versions = []
+    for given in ({"model": str(tiny)}, {"model": str(tiny), "version": "v2"}, {}):
+        async with drafting(dtype="float32", **given) as draft:
+            versions.append((await draft.GetDraftInfo(pb.GetDraftInfoRequest())).version)
+    assert versions == [draft_version(tiny), "v2", ""]
 
 
 async def test_the_model_guesses_for_many_sessions_in_one_step(tiny: Path) -> None:

@@ -453,3 +453,28 @@ async def test_a_session_that_leaves_its_draft_takes_no_states_along(here: Here)
     await home.fake.stop()
     must_be_right(await asking)
     assert [call.features for call in other.fake.calls] == [b""]
+
+
+@pytest.mark.parametrize("registered", [True, False])
+async def test_the_weights_of_a_running_draft_may_change(world: World, registered: bool) -> None:
+    """Its incarnation stays, so only its lease or the draft itself tells."""
+    async with DraftFleet(world, "a") as fleet:
+        [member] = fleet.members
+        member.fake.version, member.fake.max_load_bytes = "old", 1
+        if registered:
+            await fleet.register()
+            drafts = drafts_of(world)
+        else:
+            source = StaticAddresses([member.fake.address])
+            drafts = DraftPool(source, world.tokenizer_hash, grpc.aio.insecure_channel, MonotonicClock(), 1)
+        try:
+            for version in ("old", "new"):
+                member.fake.version = version
+                if registered:
+                    await member.publish()
+                await drafts.refresh()
+                draft = drafts.choose("", None, (), "a")
+                assert draft is not None
+                assert draft.client.info.version == version
+        finally:
+            await drafts.close()
