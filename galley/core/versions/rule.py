@@ -1,0 +1,96 @@
+"""The rule that ends the trial of a draft's version: promote it, or roll back.
+
+It is applied again after each batch of sessions, so its bounds are far out: z = 3. The first look at which a
+bound is crossed decides. A canary that is worse goes back after few sessions. One that is better stays a
+canary until it has given `tokens` output tokens.
+
+Sessions are drawn for the canary, whatever draft then serves them, so both arms have the same traffic. That
+holds for draws of sessions only. Where tenants or workloads are drawn, the arms differ in their traffic: then
+only failures, and an acceptance that is less than half, end a trial.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from galley.core.versions.counts import Estimate, VersionCounts, difference
+from galley.core.versions.split import Split
+
+DEFAULT_TRIAL_TOKENS = 20_000
+
+
+class Outcome(enum.Enum):
+    KEEP = "keep"
+    PROMOTE = "promote"
+    ROLL_BACK = "roll_back"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The bounds of a trial.
+
+    The canary can be promoted after `tokens` output tokens, and after `draw` times as many without a decision
+    it is rolled back. Nothing is decided before each arm has `min_sessions`. `failure_margin` is the share of
+    failed requests, and `speed_margin` the part of the stable versions' speed-up, by which a canary may be
+    worse.
+    """
+
+    tokens: int = DEFAULT_TRIAL_TOKENS
+    z: float = 3.0
+    min_sessions: int = 8
+    draw: int = 10
+    failure_margin: float = 0.02
+    speed_margin: float = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    outcome: Outcome
+    reason: str
+
+
+def decide(split: Split, stable: VersionCounts, canary: VersionCounts, rule: Rule) -> Decision:
+    """Return what becomes of the canary, and why."""
+    sessions = min(stable.sessions, canary.sessions)
+    if sessions < rule.min_sessions:
+        return Decision(Outcome.KEEP, f"{sessions} of {rule.min_sessions} sessions in the smaller arm")
+    gains = f"gain {_compared(canary.gain, stable.gain)}"
+    failures = difference(canary.failure_rate, stable.failure_rate)
+    if failures.interval(rule.z)[0] > rule.failure_margin:
+        return _roll_back(f"more failures: {_compared(canary.failure_rate, stable.failure_rate)}")
+    if split.by != "session":
+        return _decide_unlike(split, stable, canary, rule, gains)
+    gain_low, gain_high = difference(canary.gain, stable.gain).interval(rule.z)
+    if gain_high < 0:
+        return _roll_back(f"worse: {gains}")
+    speed_high = difference(canary.speed_up, stable.speed_up).interval(rule.z)[1]
+    if speed_high < -rule.speed_margin * stable.speed_up.value:
+        return _roll_back(f"slower: speed-up {_compared(canary.speed_up, stable.speed_up)}; {gains}")
+    if canary.output_tokens < rule.tokens:
+        return Decision(Outcome.KEEP, f"{canary.output_tokens} of {rule.tokens} tokens; {gains}")
+    if gain_low > 0 and speed_high >= 0:
+        return Decision(Outcome.PROMOTE, f"better: {gains}")
+    if canary.output_tokens >= rule.draw * rule.tokens:
+        return _roll_back(f"no gain after {canary.output_tokens} tokens: {gains}")
+    return Decision(Outcome.KEEP, f"undecided after {canary.output_tokens} tokens; {gains}")
+
+
+def _decide_unlike(
+    split: Split, stable: VersionCounts, canary: VersionCounts, rule: Rule, gains: str
+) -> Decision:
+    """Decide between arms of unlike traffic."""
+    if canary.gain.interval(rule.z)[1] < stable.gain.interval(rule.z)[0] / 2:
+        return _roll_back(f"less than half: {gains}")
+    return Decision(Outcome.KEEP, f"each {split.by} is drawn, so that people decide; {gains}")
+
+
+def _roll_back(reason: str) -> Decision:
+    return Decision(Outcome.ROLL_BACK, reason)
+
+
+def _compared(canary: Estimate, stable: Estimate) -> str:
+    return (
+        f"{canary.value:.3f} ± {canary.error:.3f} against {stable.value:.3f} ± {stable.error:.3f} "
+        f"({canary.sessions} and {stable.sessions} sessions)"
+    )
