@@ -20,8 +20,8 @@ CHOSEN = f'{RELEASE}, job=~"$job", instance=~"$instance"'
 
 def _selected(metric: Metric, series: str, where: str = "") -> str:
     """Return the selector of a series by the chosen variables; `where` is a further label matcher."""
-    if where:
-        _check(metric, re.split("[!=]", where, maxsplit=1)[0])
+    for matcher in filter(None, where.split(", ")):
+        _check(metric, re.split("[!=]", matcher, maxsplit=1)[0])
     own = {label.prometheus for label in metric.labels}
     chosen = [
         f'{label}=~"${name}"' for name, labels in _VARIABLES.items() for label in labels if label in own
@@ -44,6 +44,12 @@ def rate(metric: Metric, *by: str, where: str = "") -> str:
     _check(metric, *by)
     series = metric.prometheus + ("_count" if metric.kind is Kind.HISTOGRAM else "_total")
     return _sum(f"rate({_selected(metric, series, where)}[{WINDOW}])", by)
+
+
+def increase(metric: Metric, window: str, *by: str, where: str = "") -> str:
+    """Return the increase of a counter over a fixed window, for what is too rare for a rate."""
+    _check(metric, *by)
+    return _sum(f"increase({_selected(metric, f'{metric.prometheus}_total', where)}[{window}])", by)
 
 
 def gauge(metric: Metric, *by: str, where: str = "") -> str:

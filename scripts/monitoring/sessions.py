@@ -5,7 +5,16 @@ from __future__ import annotations
 from galley.common.metrics import catalogue as of
 from scripts.monitoring.grafana import Dashboard, Panel, Query, Row
 from scripts.monitoring.overview import quantiles
-from scripts.monitoring.queries import gauge, heatmap, quantile, rate, ratio
+from scripts.monitoring.queries import gauge, heatmap, increase, quantile, rate, ratio
+
+_LOOSE = 'build="other"'
+
+
+def _share_of_differing(window: str) -> str:
+    """Return the share of the audited tokens of other than deterministic builds that differ."""
+    differing = increase(of.AUDIT_TOKENS, window, where=f'{_LOOSE}, result="differs"')
+    return ratio(differing, increase(of.AUDIT_TOKENS, window, where=_LOOSE))
+
 
 SESSIONS = Dashboard(
     "sessions",
@@ -187,6 +196,58 @@ SESSIONS = Dashboard(
                     (Query(rate(of.CLIENT_STALLS), "stalls"),),
                     unit="suffix: stalls/s",
                     width=6,
+                ),
+            ),
+        ),
+        Row(
+            "Audits",
+            (
+                Panel(
+                    "Differing tokens",
+                    "Tokens in the last hour that audits computed otherwise than the token log has them, by "
+                    "build. Each one of a deterministic build is an incident.",
+                    (Query(increase(of.AUDIT_TOKENS, "1h", "build", where='result="differs"'), "{{build}}"),),
+                    unit="suffix: tokens",
+                    limits=(1, 1),
+                    runbooks=("GalleyAuditDiffers",),
+                ),
+                Panel(
+                    "Audited tokens",
+                    "Tokens in the last hour that audits computed again, by build.",
+                    (Query(increase(of.AUDIT_TOKENS, "1h", "build"), "{{build}}"),),
+                    unit="suffix: tokens",
+                    stacked=True,
+                ),
+                Panel(
+                    "Audits by verdict",
+                    "Audited sessions in the last hour, by verdict.",
+                    (Query(increase(of.AUDIT_SESSIONS, "1h", "verdict"), "{{verdict}}"),),
+                    unit="suffix: sessions",
+                    stacked=True,
+                    runbooks=("GalleyAuditDamaged",),
+                ),
+                Panel(
+                    "Differing tokens of other builds",
+                    "Share of the audited tokens that differ, where tokens may depend on the batch: in the "
+                    "last hour, and over a week as its baseline.",
+                    (
+                        Query(_share_of_differing("1h"), "last hour"),
+                        Query(_share_of_differing("7d"), "baseline"),
+                    ),
+                    unit="percentunit",
+                ),
+                Panel(
+                    "Computing time of audits",
+                    "Seconds per second that targets compute for audits, over the last hour: 1 % is a "
+                    "hundredth of one target.",
+                    (Query(ratio(increase(of.AUDIT_TIME, "1h"), "3600"), "audits"),),
+                    unit="percentunit",
+                ),
+                Panel(
+                    "Sessions that wait for an audit",
+                    "Finished sessions that wait until their target is idle, by gateway.",
+                    (Query(gauge(of.AUDIT_WAITING, "instance"), "{{instance}}"),),
+                    unit="suffix: sessions",
                 ),
             ),
         ),

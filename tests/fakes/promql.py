@@ -31,7 +31,8 @@ FAMILIES: dict[str, Metric] = {metric.prometheus: metric for metric in METRICS}
 """Metrics by family name, which documents use and queries cannot."""
 TRACED = frozenset(value for name, value in vars(names).items() if name.isupper())
 
-_NAME = re.compile(r"(?<![\w:.$])((?:galley|gen_ai)[_:][\w:]*)\s*(?:\{([^}]*)\})?")
+# A word in single quotes is a key of the store.
+_NAME = re.compile(r"(?<![\w:.$'])((?:galley|gen_ai)[_:][\w:]*)\s*(?:\{([^}]*)\})?")
 _GROUPED = re.compile(r"\b(?:by|on|without|ignoring|group_left|group_right)\s*\(([^)]*)\)")
 _MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
 

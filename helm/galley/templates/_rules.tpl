@@ -43,6 +43,7 @@ groups:
       {{- include "galley.poolRules" . | trim | nindent 6 }}
       {{- include "galley.speculationRules" . | trim | nindent 6 }}
       {{- include "galley.loadRules" . | trim | nindent 6 }}
+      {{- include "galley.auditRules" . | trim | nindent 6 }}
       {{- include "galley.certificateRules" . | trim | nindent 6 }}
 {{- end -}}
 
@@ -299,6 +300,43 @@ Burn rates of the error budgets and their alerts, as in Google's SRE workbook, c
       The {{ .quantile }} quantile of the duration of commits is {{ `{{ $value | humanizeDuration }}` }}. A token is sent only
       after its commit.
     {{ include "galley.runbook" (list $ "GalleyCommitSlow") }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* An audit is rare, and one finding is an incident: the alert lasts for a window after it. */}}
+{{- define "galley.auditRules" -}}
+{{- $alerts := .Values.monitoring.rules.alerts -}}
+{{- $in := include "galley.releaseMatchers" . -}}
+{{- $by := printf "namespace, %s" (include "galley.releaseLabel" .) -}}
+{{- with $alerts.GalleyAuditDiffers }}
+{{- if .enabled }}
+- alert: GalleyAuditDiffers
+  expr: |
+    sum by ({{ $by }}) (
+      increase(galley_audit_tokens_total{build="deterministic", result="differs", {{ $in }}}[{{ .window }}])
+    ) > 0
+  {{- include "galley.alertFields" (list $ .) | nindent 2 }}
+  annotations:
+    summary: An audit computed other tokens than the token log has
+    description: >-
+      In the last {{ .window }} audits computed {{ `{{ $value | printf "%.0f" }}` }} tokens of deterministic builds otherwise than
+      they were logged. Clients may have received wrong tokens.
+    {{ include "galley.runbook" (list $ "GalleyAuditDiffers") }}
+{{- end }}
+{{- end }}
+{{- with $alerts.GalleyAuditDamaged }}
+{{- if .enabled }}
+- alert: GalleyAuditDamaged
+  expr: |
+    sum by ({{ $by }}) (increase(galley_audit_sessions_total{verdict="damaged", {{ $in }}}[{{ .window }}])) > 0
+  {{- include "galley.alertFields" (list $ .) | nindent 2 }}
+  annotations:
+    summary: An audit read a session that was changed in the store
+    description: >-
+      In the last {{ .window }} audits read {{ `{{ $value | printf "%.0f" }}` }} stored sessions that do not agree with their
+      hash. The store damaged them, or somebody wrote to it.
+    {{ include "galley.runbook" (list $ "GalleyAuditDamaged") }}
 {{- end }}
 {{- end }}
 {{- end -}}
