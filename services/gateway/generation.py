@@ -9,7 +9,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Self
@@ -19,7 +19,7 @@ from structlog.contextvars import bind_contextvars
 from galley.common.fair_threads import FairThreads
 from galley.core.admission.admission import AdmissionSlot
 from galley.core.answer.answer import Answer, Chunk, Ending, NumericsChanged, SessionSpec
-from galley.core.errors import Broken
+from galley.core.errors import Broken, InvalidField, UnknownSession
 from galley.core.names import STRATEGIES
 from galley.core.session import events as ev
 from galley.core.session.events import Clock
@@ -29,6 +29,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.auth.authentication import caller
 from services.gateway.client_call import ClientCall
 from services.gateway.clock import SECOND
+from services.gateway.learning.collector import Collector
 from services.gateway.replicas.drafts import DraftPool
 from services.gateway.replicas.targets import TargetPool
 from services.gateway.request.grammars import Grammars
@@ -176,6 +177,7 @@ class Generation:
     observers: RequestObservers
     address: str = ""
     prompt_threads: FairThreads = field(default_factory=FairThreads)
+    collector: Collector | None = None
 
     @asynccontextmanager
     async def generate(self, request: pb.GenerateRequest, call: ClientCall) -> AsyncIterator[AnswerStream]:
@@ -203,9 +205,17 @@ class Generation:
         await self.streams.abort(session_id, caller(), self.deadline_ns(call))
 
     async def delete(self, session_id: str, call: ClientCall) -> None:
-        """End a session permanently, and remove it from the store."""
+        """End a session permanently, and remove it from the store and from what drafts are trained on."""
         self.observers.unary()
         await self.streams.delete(session_id, caller(), self.deadline_ns(call))
+        if self.collector is not None:
+            await self.collector.remove(session_id, caller(), is_recent=True)
+
+    async def unlearn(self, session_id: str) -> None:
+        """Remove a session from what drafts are trained on, which outlasts the store's sessions."""
+        if self.collector is not None:
+            with suppress(InvalidField, UnknownSession):
+                await self.collector.remove(parse_session_id(session_id), caller(), is_recent=False)
 
     # ----------------------------------------------------------------------- the parts of a call --
 

@@ -19,13 +19,14 @@ from galley.common.logs import get_logger
 from galley.common.metrics import catalogue
 from galley.common.metrics.catalogue import PEER_CERTIFICATE_EXPIRY
 from galley.common.metrics.metering import observe_expiry
-from galley.common.metrics.registry import Registry
+from galley.common.metrics.registry import Count, Registry, Series
 from galley.common.models.files import model_name
 from galley.common.models.sampling_defaults import Recommended
 from galley.common.models.tokenizer import Tokenizer
 from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, Copies
 from galley.common.redis.connections import refuse_bad_files
 from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL, LeasePool, ReplicaRegistry
+from galley.common.registry.spool import LearningSpool
 from galley.common.server.server import Parts, Prepared
 from galley.common.sockets import bind_socket, socket_address
 from galley.common.tls.channels import ChannelTls, open_channel
@@ -45,6 +46,7 @@ from services.gateway.auth.authentication import Authentication, PrincipalInterc
 from services.gateway.clock import SECOND, MonotonicClock, Timeouts
 from services.gateway.generation import Generation, ServedModel
 from services.gateway.http.shared import Shared
+from services.gateway.learning.collector import Collector
 from services.gateway.replicas.draft_session import DraftSession
 from services.gateway.replicas.drafts import DraftPool
 from services.gateway.replicas.membership import (
@@ -248,6 +250,7 @@ async def _generation(
     opened.push_async_callback(streams.close)
     opened.callback(asyncio.create_task(_follow_contention(streams.shared, drafts, targets)).cancel)
     opened.callback(asyncio.create_task(_collect_garbage(streams)).cancel)
+    collector = _collector(settings, streams, opened)
     observers = RequestObservers(_CLOCK)
     if (registry := parts.metrics) is not None:
         peer_files = None if tls["target"] is None else tls["target"].files
@@ -256,11 +259,29 @@ async def _generation(
         AuditMetrics(registry)
         VersionMetrics(registry)
         sessions = SessionMetrics(registry, model.name, names_principals=settings.usage_by_principal)
+        if collector is not None:
+            collector.on_collected = partial(_count_collected, registry.count(catalogue.LEARNING_SESSIONS))
         observe_gateway(registry, streams, targets, None if settings.draft == NO_DRAFT else drafts)
         registry.observe(catalogue.SESSIONS_LIMIT, lambda: [((), model.max_sessions)])
         registry.observe(catalogue.SESSIONS, lambda: _by_progress(streams.held, sessions.running))
         observers = RequestObservers(_CLOCK, CallMetrics(registry), sessions)
-    return Generation(streams, model, _CLOCK, _id_secret(settings), observers, parts.address, threads)
+    secret = _id_secret(settings)
+    return Generation(streams, model, _CLOCK, secret, observers, parts.address, threads, collector)
+
+
+def _collector(settings: GatewaySettings, streams: Streams, opened: AsyncExitStack) -> Collector | None:
+    """Return what collects finished sessions to train drafts on; None unless the deployment does."""
+    if not settings.learn_tokens:
+        return None
+    spool = LearningSpool(settings.redis_url.get_secret_value(), settings.pool)
+    collector = Collector(spool, settings.learn_tokens)
+    opened.push_async_callback(collector.close)
+    streams.on_finished.append(collector.finished)
+    return collector
+
+
+def _count_collected(series: Series[Count], is_kept: bool) -> None:
+    series.at("kept" if is_kept else "dropped").value += 1
 
 
 async def _collect_garbage(streams: Streams) -> None:

@@ -29,6 +29,8 @@ _MAX_FIELDS = 1 << 14
 """Of a request above 64 KiB; the largest that is served has some 7,000."""
 _MAX_NUMBERS_BYTES = (3 << 18) + 4096
 """As many as 262,144 token ids have; parsing them takes 3 ms, or 5 ms if each has one byte."""
+MOST_LEARN_TOKENS = 10_000_000
+"""40 MB of Redis for each principal."""
 NO_DRAFT = "none"
 """The value of `draft` for no drafts."""
 
@@ -273,6 +275,13 @@ class GatewaySettings(TokenSettings):
     trace_content: bool = Field(False, description="Include prompts, answers and stop strings in traces.")
     usage_by_principal: bool = Field(
         False, description="Name callers in the metric galley.usage.tokens; else it holds their kind."
+    )
+    learn_tokens: int = Field(
+        0,
+        ge=0,
+        le=MOST_LEARN_TOKENS,
+        description="Most tokens of finished sessions that are kept for each principal, to train drafts on "
+        "(docs/operate/learning.md). Only principals that allow it have any. 0: no session is kept.",
     )
     startup_timeout_s: float = Field(
         120.0, gt=0, description="Longest time to wait for a target and the store at start, in seconds."

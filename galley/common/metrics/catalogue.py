@@ -176,6 +176,12 @@ GRAMMAR_COMPILE_DURATION = _gateway_histogram(
     (of.COMPILED,),
     buckets=of.COMMIT_S,
 )
+LEARNING_SESSIONS = _gateway_counter(
+    "galley.learning.sessions",
+    "{session}",
+    "Finished sessions that drafts may be trained on (`--learn-tokens`).",
+    (of.COLLECTED,),
+)
 SESSIONS_OPEN = _gateway_gauge("galley.sessions.open", "{session}", "Sessions that hold an admission slot.")
 SESSIONS_LIMIT = _gateway_gauge(
     "galley.sessions.limit", "{session}", "Admission slots: the most open sessions (`--max-sessions`)."

@@ -68,6 +68,11 @@ WASTED = Label(
 )
 PASSED = Label("direction", "`received`: from targets; `sent`: to drafts", values=("received", "sent"))
 COMPILED = Label("result", "`ok`; `refused`: the request's grammar cannot be used", values=("ok", "refused"))
+COLLECTED = Label(
+    "result",
+    "`kept`; `dropped`: too many at once, Redis was away, or deleted meanwhile",
+    values=("kept", "dropped"),
+)
 OVERLAP = Label(
     "result",
     "`hit`: draft tokens were ready when the round started; `miss`: they were still being drafted",

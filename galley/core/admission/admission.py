@@ -42,10 +42,14 @@ class PrincipalLimits:
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """A caller as the gateway knows it. No other principal reaches its sessions and caches."""
+    """A caller as the gateway knows it. No other principal reaches its sessions and caches.
+
+    With `learns`, drafts may be trained on its sessions, if the deployment does that at all.
+    """
 
     name: str
     limits: PrincipalLimits = PrincipalLimits()
+    learns: bool = False
 
     @property
     def kind(self) -> str:
@@ -54,7 +58,7 @@ class Principal:
         return "token" if self.name.startswith(TOKEN_PREFIX) else "key"
 
 
-ANONYMOUS = Principal(ANONYMOUS_NAME)
+ANONYMOUS = Principal(ANONYMOUS_NAME, learns=True)
 """The principal of every call where authentication is off."""
 
 

@@ -10,6 +10,7 @@ max_sessions = 8
 tokens_per_s = 500
 burst_tokens = 20000
 max_priority = 10                 # default: 0
+learn = true                      # drafts may be trained on its sessions; default: false
 
 [principals."jwt:alice@example.com"]    # a principal with a token
 max_sessions = 2
@@ -23,7 +24,7 @@ import tomllib
 from collections.abc import Mapping
 from datetime import datetime  # pydantic reads it
 from hashlib import blake2b, sha256
-from typing import Annotated, Self
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -45,9 +46,14 @@ class _Limits(_Strict):
     burst_tokens: int | None = Field(default=None, ge=1)
     max_priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
 
-    def or_defaults(self, defaults: Self) -> PrincipalLimits:
-        values = defaults.model_dump(exclude_none=True) | self.model_dump(exclude_none=True)
+    def or_defaults(self, defaults: _Limits) -> PrincipalLimits:
+        given = self.model_dump(exclude_none=True, exclude={"learn"})
+        values = defaults.model_dump(exclude_none=True) | given
         return PrincipalLimits(**{"max_priority": 0, **values})
+
+
+class _Principal(_Limits):
+    learn: bool = False  # not in [defaults]: each principal allows it for itself
 
 
 class _Key(_Strict):
@@ -59,7 +65,7 @@ class _Key(_Strict):
 class _File(_Strict):
     keys: list[_Key]
     defaults: _Limits = _Limits()
-    principals: dict[_Name, _Limits] = {}
+    principals: dict[_Name, _Principal] = {}
 
 
 class Principals:
@@ -69,7 +75,7 @@ class Principals:
         self._secret = secrets.token_bytes(32)
         self._keys = {self._tag(bytes.fromhex(key.sha256)): key for key in file.keys}
         self._defaults = file.defaults
-        self._limits: Mapping[str, _Limits] = file.principals
+        self._principals: Mapping[str, _Principal] = file.principals
 
     def by_key(self, key: str, now: datetime) -> Principal | None:
         """Return the principal of `key`, None if it is unknown. Raise Unauthenticated if it has expired."""
@@ -85,7 +91,8 @@ class Principals:
         return self.named(entry.principal)
 
     def named(self, name: str) -> Principal:
-        return Principal(name, self._limits.get(name, _Limits()).or_defaults(self._defaults))
+        principal = self._principals.get(name, _Principal())
+        return Principal(name, principal.or_defaults(self._defaults), learns=principal.learn)
 
     def _tag(self, digest: bytes) -> bytes:
         return blake2b(digest, key=self._secret, digest_size=16).digest()

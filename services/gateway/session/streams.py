@@ -51,6 +51,9 @@ from services.gateway.store.redis import NONCE_BYTES
 from services.gateway.store.session_log import SessionLog, StoreTime, read_store_time, retry
 from services.gateway.telemetry.observer import request_observer
 
+PRIVATE_FIELD = "private"
+"""Field of a stored session whose caller wants nothing kept of it."""
+
 _T = TypeVar("_T")
 _log = get_logger(__name__)
 

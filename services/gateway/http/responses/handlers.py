@@ -111,7 +111,11 @@ class Responses:
         """Remove a stored response; one that is in progress ends."""
         call = request.scope[CALL]
         with self._generation.admit_read():
-            stored, _ = await self._read(response_id, call)
+            try:
+                stored, _ = await self._read(response_id, call)
+            except Refused:  # it may have expired
+                await self._generation.unlearn(response_id.removeprefix(PREFIX))
+                raise
         await self._generation.delete(stored.ownership.session_id, call)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 

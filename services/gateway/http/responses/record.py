@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from galley.core.errors import LogLost
 from services.gateway.http.transport.encoding import to_unicode
+from services.gateway.session.streams import PRIVATE_FIELD
 
 FIELD = "response"
 """Field of a stored session: the record of its response."""
@@ -50,7 +51,8 @@ class Record:
     def stored(self) -> dict[str, bytes]:
         turns = None if self.turns is None else [turn.stored for turn in self.turns]
         fields = {"parameters": self.parameters, "turns": turns}
-        return {FIELD: to_unicode(fields).encode()}
+        private = {PRIVATE_FIELD: b"1"} if turns is None else {}
+        return {FIELD: to_unicode(fields).encode(), **private}
 
 
 def stored_record(fields: Mapping[str, bytes]) -> Record | None:

@@ -159,3 +159,12 @@ def test_a_missing_or_binary_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "noise.toml").write_bytes(b"\xff")
     with pytest.raises(BadFile, match=r"noise\.toml: must be TOML in UTF-8: .*can't decode"):
         read_principals(NamedFile("api_keys_file", str(tmp_path / "noise.toml")))
+
+
+async def test_each_principal_allows_learning_for_itself(tmp_path: Path) -> None:
+    learn = "[principals.team-a]\nlearn = true\n[principals.team-b]\nmax_sessions = 2\n"
+    watched = Watched(tmp_path, "".join(entry(name, f"team-{name}") for name in "abc") + learn)
+    assert [(await watched.who(x_api_key=name)).learns for name in "abc"] == [True, False, False]
+    watched.path.write_text("keys = []\n[defaults]\nlearn = true\n")
+    with pytest.raises(BadFile, match=r"defaults\.learn"):
+        read_principals(NamedFile("api_keys_file", str(watched.path)))

@@ -1,0 +1,127 @@
+"""The collector of finished sessions when the spool does not keep up, or is away."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any, cast
+
+from structlog.testing import capture_logs
+
+from galley.common.registry.spool import LATEST_ADD_S, LearningSpool, SpooledSession
+from galley.core.admission.admission import ANONYMOUS, Principal
+from galley.core.answer.answer import Answer
+from galley.core.errors import StoreUnavailable
+from galley.core.session.machine import Session, SessionLimits
+from galley.core.store import Ownership, StoredSession
+from services.gateway.learning.collector import Collector
+from services.gateway.session.streams import PRIVATE_FIELD
+from tests.fakes.session_ports import SPEC
+
+_MOST = 1000
+_WAITING = 256
+
+
+class FakeSpool:
+    """Add sessions once `may_add` is set; with `is_away`, fail."""
+
+    def __init__(self) -> None:
+        self.may_add = asyncio.Event()
+        self.is_away = False
+        self.added: list[str] = []
+
+    async def add(self, principal: str, session: SpooledSession, most_tokens: int) -> bool:
+        assert (principal, most_tokens) == (ANONYMOUS.name, _MOST)
+        await self.may_add.wait()
+        if self.is_away:
+            raise StoreUnavailable("it is away")
+        self.added.append(session.session_id)
+        return True
+
+    async def close(self) -> None:
+        pass
+
+
+class Collecting:
+    def __init__(self) -> None:
+        self.spool = FakeSpool()
+        self.collector = Collector(cast("LearningSpool", self.spool), _MOST)
+        self.kept: list[bool] = []
+        self.collector.on_collected = self.kept.append
+
+    def finish(
+        self, session_id: str, principal: Principal = ANONYMOUS, *, private: bool = False, **spec: Any
+    ) -> None:
+        answer = Answer(replace(SPEC, session_id=session_id, **spec), str)
+        fields = {PRIVATE_FIELD: b"1"} if private else {}
+        stored = StoredSession(Ownership(session_id, 1, b""), principal.name, fields, 3, answer.tokens)
+        self.collector.finished(Session(answer, SessionLimits()), stored, principal)
+
+    async def drained(self, count: int) -> None:
+        async with asyncio.timeout(20):
+            while len(self.kept) < count:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+
+async def test_sessions_wait_in_a_bounded_queue_and_the_oldest_are_dropped() -> None:
+    collecting = Collecting()
+    for number in range(_WAITING + 50):
+        collecting.finish(str(number))
+    assert collecting.kept == [False] * 50
+    collecting.spool.may_add.set()
+    await collecting.drained(_WAITING + 50)
+    assert collecting.spool.added == [str(number) for number in range(50, _WAITING + 50)]
+    await collecting.collector.close()
+
+
+async def test_a_session_that_waited_too_long_may_have_been_deleted_meanwhile() -> None:
+    collecting = Collecting()
+    loop = asyncio.get_running_loop()
+    collecting.finish("first")
+    await asyncio.sleep(0)
+    collecting.finish("second")
+    loop.time, now = lambda: now() + LATEST_ADD_S + 1, loop.time  # type: ignore[method-assign]
+    collecting.spool.may_add.set()
+    await collecting.drained(2)
+    del loop.time
+    assert collecting.spool.added == ["first"]
+    await collecting.collector.close()
+
+
+async def test_an_outage_is_logged_once_without_the_session() -> None:
+    collecting = Collecting()
+    collecting.spool.may_add.set()
+    collecting.spool.is_away = True
+    with capture_logs() as logs:
+        for number in range(3):
+            collecting.finish(str(number))
+        await collecting.drained(3)
+        assert [line["event"] for line in logs] == ["sessions not collected for learning"]
+        collecting.spool.is_away = False
+        collecting.finish("next")
+        await collecting.drained(4)
+    assert len(logs) == 1
+    assert collecting.spool.added == ["next"]
+    await collecting.collector.close()
+
+
+async def test_sessions_that_nobody_may_learn_from_are_left_out() -> None:
+    collecting = Collecting()
+    collecting.spool.may_add.set()
+    collecting.finish("another", Principal("another"))
+    collecting.finish("private", private=True)
+    collecting.finish("an adapter's", lora="german")
+    collecting.finish("too long", prompt=tuple(range(_MOST + 1)))
+    collecting.finish("mine")
+    await collecting.drained(1)
+    assert collecting.spool.added == ["mine"]
+    await collecting.collector.close()
+
+
+async def test_closing_stops_an_add_that_hangs() -> None:
+    collecting = Collecting()
+    collecting.finish("mine")
+    await asyncio.sleep(0)
+    async with asyncio.timeout(20):
+        await collecting.collector.close()
+    assert collecting.spool.added == []
