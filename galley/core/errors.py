@@ -63,6 +63,13 @@ class Fenced(CallerFault):
         super().__init__(f"session {session_id!r} was claimed by another owner")
 
 
+class NotFinished(CallerFault):
+    """The call needs a finished session, and this one has not ended: FAILED_PRECONDITION."""
+
+    def __init__(self, session_id: str) -> None:
+        super().__init__(f"session {session_id!r} has not finished")
+
+
 class Overloaded(CallerFault):
     """No capacity, or none for this caller, is left, and nothing was done: RESOURCE_EXHAUSTED."""
 

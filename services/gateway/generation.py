@@ -19,13 +19,15 @@ from structlog.contextvars import bind_contextvars
 from galley.common.fair_threads import FairThreads
 from galley.core.admission.admission import AdmissionSlot
 from galley.core.answer.answer import Answer, Chunk, Ending, NumericsChanged, SessionSpec
-from galley.core.errors import Broken, InvalidField, UnknownSession
+from galley.core.audit import AuditCounts, AuditReport
+from galley.core.errors import Broken, InvalidField, LogLost, NotFinished, UnknownSession
 from galley.core.names import STRATEGIES
 from galley.core.session import events as ev
 from galley.core.session.events import Clock
 from galley.core.session.machine import Session
 from galley.core.store import StoredSession
 from galley.pb.galley.v1 import galley_pb2 as pb
+from services.gateway.audit.auditor import Auditor
 from services.gateway.auth.authentication import caller
 from services.gateway.client_call import ClientCall
 from services.gateway.clock import SECOND
@@ -175,6 +177,7 @@ class Generation:
     clock: Clock
     id_secret: bytes
     observers: RequestObservers
+    auditor: Auditor
     address: str = ""
     prompt_threads: FairThreads = field(default_factory=FairThreads)
     collector: Collector | None = None
@@ -216,6 +219,28 @@ class Generation:
         if self.collector is not None:
             with suppress(InvalidField, UnknownSession):
                 await self.collector.remove(parse_session_id(session_id), caller(), is_recent=False)
+
+    async def audit(self, session_id: str, call: ClientCall) -> AuditReport:
+        """Have a target compute a finished session of the caller again, and compare it with its log.
+
+        Charge its tokens. Raise UnknownSession, NotFinished, Overloaded or Unavailable.
+        """
+        self.observers.unary()
+        session_id, principal = parse_session_id(session_id), caller()
+        name_in_logs(session_id)
+        with self.streams.admit_audit(principal):
+            try:
+                stored = await self.streams.read(session_id, principal, self.deadline_ns(call))
+            except LogLost:
+                return await self.auditor.damaged(session_id)
+            if stored.state != "finished":
+                raise NotFinished(session_id)
+            self.streams.charge_audit(stored, principal)
+            return await self.auditor.audit(stored)
+
+    async def audit_counts(self) -> AuditCounts:
+        """Return the totals of all audits of this pool's gateways. Raise StoreUnavailable."""
+        return await self.auditor.counts()
 
     # ----------------------------------------------------------------------- the parts of a call --
 

@@ -42,6 +42,8 @@ from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import SessionStore, StoredSession
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.gateway.audit.auditor import Auditor, AuditTools
+from services.gateway.audit.records import AuditRecords
 from services.gateway.auth.authentication import Authentication, PrincipalInterceptor, build_authentication
 from services.gateway.clock import SECOND, MonotonicClock, Timeouts
 from services.gateway.generation import Generation, ServedModel
@@ -102,13 +104,21 @@ REPLICA_CHANNEL = (*_UNBOUNDED_MESSAGES, *_SHORT_QUEUES)
 class GatewayService:
     grpc_services: Sequence[str] = ("galley.v1.Generation",)
 
-    def __init__(self, streams: Streams, parts: AsyncExitStack, drain_timeout_s: float) -> None:
+    def __init__(
+        self,
+        streams: Streams,
+        parts: AsyncExitStack,
+        drain_timeout_s: float,
+        on_drain: Callable[[], None] = lambda: None,
+    ) -> None:
         """`parts` closes the HTTP port and everything that the streams use."""
         self._streams = streams
         self._parts = parts
         self._drain_timeout_s = drain_timeout_s
+        self._on_drain = on_drain
 
     async def drain(self) -> None:
+        self._on_drain()
         await self._streams.drain(self._drain_timeout_s * _HAND_OVER_SHARE)
 
     async def close(self) -> None:
@@ -191,7 +201,9 @@ async def _build(
             shared = Shared(generation, authentication, _tracer(settings, tuning, parts), parts.metrics)
             await _serve_http(settings, shared, bound, opened)
             parts.addresses["http"] = socket_address(bound)
-        return GatewayService(generation.streams, opened.pop_all(), settings.drain_timeout_s)
+        return GatewayService(
+            generation.streams, opened.pop_all(), settings.drain_timeout_s, generation.auditor.stop
+        )
 
 
 async def _generation(
@@ -251,12 +263,12 @@ async def _generation(
     opened.callback(asyncio.create_task(_follow_contention(streams.shared, drafts, targets)).cancel)
     opened.callback(asyncio.create_task(_collect_garbage(streams)).cancel)
     collector = _collector(settings, streams, opened)
-    observers = RequestObservers(_CLOCK)
+    observers, audit_metrics = RequestObservers(_CLOCK), None
     if (registry := parts.metrics) is not None:
         peer_files = None if tls["target"] is None else tls["target"].files
         observe_expiry(registry, PEER_CERTIFICATE_EXPIRY, peer_files)
         grammars.on_compiled = GrammarMetrics(registry).count
-        AuditMetrics(registry)
+        audit_metrics = AuditMetrics(registry)
         VersionMetrics(registry)
         sessions = SessionMetrics(registry, model.name, names_principals=settings.usage_by_principal)
         if collector is not None:
@@ -265,8 +277,23 @@ async def _generation(
         registry.observe(catalogue.SESSIONS_LIMIT, lambda: [((), model.max_sessions)])
         registry.observe(catalogue.SESSIONS, lambda: _by_progress(streams.held, sessions.running))
         observers = RequestObservers(_CLOCK, CallMetrics(registry), sessions)
+    auditor = _auditor(settings, tuning, targets, store, audit_metrics)
+    streams.on_finished.append(auditor.note_finished)
+    opened.push_async_callback(auditor.close)
     secret = _id_secret(settings)
-    return Generation(streams, model, _CLOCK, secret, observers, parts.address, threads, collector)
+    return Generation(streams, model, _CLOCK, secret, observers, auditor, parts.address, threads, collector)
+
+
+def _auditor(
+    settings: GatewaySettings,
+    tuning: Tuning,
+    targets: TargetPool,
+    store: SessionStore,
+    metrics: AuditMetrics | None,
+) -> Auditor:
+    records = AuditRecords(settings.redis_url.get_secret_value(), settings.pool)
+    tools = AuditTools(targets, store, records, _CLOCK, int(tuning.verify_timeout_s * SECOND), metrics)
+    return Auditor(tools, settings.audit_ratio)
 
 
 def _collector(settings: GatewaySettings, streams: Streams, opened: AsyncExitStack) -> Collector | None:

@@ -11,6 +11,7 @@ import grpc
 
 from galley.common.wire.codec import logprobs_message
 from galley.core.answer.answer import Chunk, Ending, NumericsChanged, Reason
+from galley.core.audit import AuditReport, Verdict
 from galley.core.errors import Broken, Unimplemented
 from galley.core.session.machine import Session
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -23,6 +24,12 @@ _REASONS = {
     Reason.STOP: pb.Finished.REASON_STOP,
     Reason.LENGTH: pb.Finished.REASON_LENGTH,
     Reason.ABORTED: pb.Finished.REASON_ABORTED,
+}
+_VERDICTS = {
+    Verdict.SAME: pb.AuditResponse.VERDICT_SAME,
+    Verdict.DIFFERS: pb.AuditResponse.VERDICT_DIFFERS,
+    Verdict.DAMAGED: pb.AuditResponse.VERDICT_DAMAGED,
+    Verdict.NOT_COMPARED: pb.AuditResponse.VERDICT_NOT_COMPARED,
 }
 _ResponseT = TypeVar("_ResponseT", pb.GenerateResponse, pb.ResumeResponse)
 _STATS = tuple(name for name in pb.SpeculationStats.DESCRIPTOR.fields_by_name if name != "sources")
@@ -58,9 +65,9 @@ class GenerationServicer(rpc.GenerationServicer):
         return pb.AbortResponse()
 
     async def Audit(
-        self, _request: pb.AuditRequest, _context: grpc.aio.ServicerContext[Any, Any]
+        self, request: pb.AuditRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.AuditResponse:
-        raise Unimplemented("session_id")
+        return _audited(await self.generation.audit(request.session_id, client_call(context)))
 
     async def GetAuditCounts(
         self, _request: pb.GetAuditCountsRequest, _context: grpc.aio.ServicerContext[Any, Any]
@@ -83,6 +90,27 @@ class GenerationServicer(rpc.GenerationServicer):
         if answer.ending is None:
             raise Broken("a stream ended without a reason")
         yield kind(event=_finished(answer.session, answer.ending))
+
+
+def _audited(report: AuditReport) -> pb.AuditResponse:
+    return pb.AuditResponse(
+        verdict=_VERDICTS[report.verdict],
+        output_tokens=report.output_tokens,
+        compared=report.compared,
+        differing=report.differing,
+        differences=[
+            pb.AuditDifference(
+                index=difference.index,
+                logged_token_id=difference.logged,
+                computed_token_id=difference.computed,
+                logged_logprob=difference.logged_logprob,
+                computed_logprob=difference.computed_logprob,
+            )
+            for difference in report.differences
+        ],
+        fingerprint=report.fingerprint,
+        deterministic=report.deterministic,
+    )
 
 
 def _started(session: Session, model: str) -> pb.StreamEvent:

@@ -269,6 +269,13 @@ class GatewaySettings(TokenSettings):
         description="Longest time that a client may leave its stream unread, in seconds. The stream then "
         "ends and can be resumed.",
     )
+    audit_ratio: float = Field(
+        0.001,
+        ge=0,
+        le=1,
+        description="Share of finished sessions that are computed again in idle time and compared with their "
+        "token logs (docs/operate/audit.md). 0: none.",
+    )
     round_spans: Literal["all", "slow", "none"] = Field(
         "all", description="Rounds of a traced request that become spans (docs/observe/telemetry.md)."
     )

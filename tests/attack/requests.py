@@ -284,6 +284,7 @@ _MAKERS: dict[tuple[str, str], dict[str, _Maker]] = {
         "Generate": (_generate, 14),
         "Resume": (_resume, 6),
         "Abort": (lambda random, known: pb.AbortRequest(session_id=random.choice(known.ids)), 4),
+        "Audit": (lambda random, known: pb.AuditRequest(session_id=random.choice(known.ids)), 4),
         "GetModelInfo": (lambda random, known: pb.GetModelInfoRequest(), 2),
     },
     ("target", "galley.v1.Target"): {

@@ -180,6 +180,7 @@ class World:
                 "buffer": 1000,
                 "credit": self._credit,
                 "id_secret": ID_SECRET,
+                "audit_ratio": 0,
                 **given,
             }
         )

@@ -170,6 +170,7 @@ def parse_generate(
         lora=lora,
         grammar=grammar,
         prediction=prediction,
+        no_audit=request.no_audit,
     )
 
 

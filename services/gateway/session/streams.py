@@ -59,6 +59,8 @@ _log = get_logger(__name__)
 
 _LEEWAY_MS = 100
 """Time by which the owner's claim may follow a call that replaces it; clocks are compared less exactly."""
+_SESSIONS_AN_AUDIT = 16
+"""Streams of a gateway for each audit that clients may have it make at once."""
 _OWNER_PAUSE_MS = 2_000
 """An owner that has written nothing for this long may have stopped."""
 
@@ -97,6 +99,7 @@ class Streams:
         self._aborts = Admission(max_sessions, "calls to Abort")
         self._reads = Admission(max_sessions, "reads of sessions")
         self._answers = Admission(max_sessions, "reads of answers")
+        self._audits = Admission(max(1, max_sessions // _SESSIONS_AN_AUDIT), "audits")
         self._draining = False
         self.shared = SharedStatistics()
         self._running: set[SessionRunner] = set()
@@ -223,6 +226,10 @@ class Streams:
         """Hold a slot until the client has a stored answer; slow clients keep nobody from `admit_read`."""
         return self._slot(self._answers, principal)
 
+    def admit_audit(self, principal: Principal) -> AbstractContextManager[None]:
+        """Hold a slot for an audit, which has a target compute a session again. Raise Overloaded."""
+        return self._slot(self._audits, principal)
+
     @contextmanager
     def _slot(self, admission: Admission, principal: Principal) -> Iterator[None]:
         slot = admission.enter(principal, self._clock.now_ns())
@@ -246,6 +253,11 @@ class Streams:
         self._budgets.check(principal)
         self._budgets.add(principal, stored.prompt_len - len(stored.tokens))
         return await self._replays.replay(stored), _ending(stored)
+
+    def charge_audit(self, stored: StoredSession, principal: Principal) -> None:
+        """Charge the tokens that an audit has a target read. Raise Overloaded."""
+        self._budgets.check(principal)
+        self._budgets.add(principal, -len(stored.tokens))
 
     async def abort(self, session_id: str, principal: Principal, deadline_ns: int | None) -> None:
         """End a session for good, here and in the store.

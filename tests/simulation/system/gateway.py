@@ -127,7 +127,8 @@ class SimGateway:
             "sim", self.targets, tokenizer, self.drafts, limits, slots, MOST_DRAFT_TOKENS, "", self.grammars
         )
         observers = RequestObservers(self.clock)
-        generation = Generation(self.streams, model, self.clock, ID_SECRET, observers)
+        auditor: Any = None
+        generation = Generation(self.streams, model, self.clock, ID_SECRET, observers, auditor)
         servicer = GenerationServicer(generation)
         http = SimHttp(self._world, self.process, generation)
         served = behind(self._world, self.process, servicer, http.serve)

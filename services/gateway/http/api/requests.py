@@ -109,6 +109,7 @@ def common_request(body: Parameters, key: str, max_tokens: int | None) -> pb.Gen
         idempotency_key=body.idempotency_key or key,
         priority=_PRIORITIES[body.service_tier or "default"],
         continue_without_client=bool(body.continue_without_client),
+        no_audit=bool(body.no_audit),
     )
     if body.stop_token_ids:
         _check_ids("stop_token_ids", body.stop_token_ids)

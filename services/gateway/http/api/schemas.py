@@ -90,6 +90,7 @@ class Parameters(Open):
     continue_without_client: bool | None = Field(
         None, description="Go on to the end if the client leaves; a resumed stream has the rest."
     )
+    no_audit: bool | None = Field(None, description="Leave this session out of audits by the gateway itself.")
     return_token_ids: bool | None = Field(
         None, description="Return `token_ids`, and in `from_draft` which of them a draft proposed."
     )

@@ -215,6 +215,7 @@ class Real:
                 "model_name": "tiny",
                 "draft_timeout_s": 10,
                 "drain_timeout_s": _DRAIN_S,
+                "audit_ratio": 0,
                 **self._given,
             }
         )

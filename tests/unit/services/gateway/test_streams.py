@@ -177,7 +177,7 @@ async def test_a_session_without_client_keeps_its_place(
         store, clock, lambda _stored, _session: ports, lambda ids: "x" * len(ids), limits, Timeouts(), 1
     )
     servicer = GenerationServicer(
-        Generation(streams, cast("Any", _Model), clock, b"secret", RequestObservers(clock))
+        Generation(streams, cast("Any", _Model), clock, b"secret", RequestObservers(clock), cast("Any", None))
     )
     finished: list[tuple[int, str, str]] = []
 

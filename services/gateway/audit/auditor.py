@@ -1,0 +1,317 @@
+"""Audits: compute answers of finished sessions again at a target, and compare them with their token logs.
+
+Those of clients run at once, at the lowest priority. Those that the gateway makes by itself are of a share of
+the finished sessions. They run one at a time, only while their target has no other request, and take at most
+`MOST_SHARE` of its time, over all gateways. An audit changes nothing of a session, and never fails one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from contextvars import Context
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from galley.common.logs import get_logger
+from galley.core.admission.admission import Principal
+from galley.core.audit import AuditCounts, AuditReport, Verdict
+from galley.core.errors import GalleyError, LogLost, TargetUnavailable, UnknownSession
+from galley.core.routing.choice import HashedTokens, RoutingRequest
+from galley.core.session import events as ev
+from galley.core.session.events import Clock
+from galley.core.session.machine import Session
+from galley.core.store import SessionStore, StoredSession
+from services.gateway.audit.logged_answer import LoggedAnswer, logged_answer
+from services.gateway.audit.records import AuditRecords, is_incident
+from services.gateway.audit.replay import Replay
+from services.gateway.audit.verification import AuditedReplica, audited_spec
+from services.gateway.clock import MILLISECOND, SECOND
+from services.gateway.replicas.targets import TargetPool, TargetReplica
+from services.gateway.telemetry.audit_metrics import AuditMetrics
+
+MAX_WAITING = 1000
+"""Finished sessions that wait for their audit; the oldest are dropped."""
+_TURN_NS = 1 * SECOND
+"""Computing time after which an audit that a gateway makes by itself lets its target rest."""
+_LOOK_S = 0.5
+"""Time until the next look at a target that was busy."""
+_LONGEST_REST_S = 5.0
+_MAX_FAILURES = 3
+_RETRY_S = 0.2
+_COUNTS_NS = 1 * SECOND
+_PARTS = 1 << 32
+
+_log = get_logger(__name__)
+
+
+def is_drawn(session_id: str, ratio: float) -> bool:
+    """Return True if the session is in the share `ratio` of sessions that gateways audit."""
+    digest = blake2b(session_id.encode(), digest_size=4, person=b"galley.audit").digest()
+    return int.from_bytes(digest, "little") < ratio * _PARTS
+
+
+@dataclass(frozen=True, slots=True)
+class AuditTools:
+    """The parts of a gateway that audits use. A request to a target fails after `verify_ns`."""
+
+    targets: TargetPool
+    store: SessionStore
+    records: AuditRecords
+    clock: Clock
+    verify_ns: int
+    metrics: AuditMetrics | None = None
+
+
+class _Run:
+    """The replay of one answer at one replica at a time, of the build `fingerprint`."""
+
+    def __init__(self, tools: AuditTools, answer: LoggedAnswer, target: TargetReplica) -> None:
+        self.fingerprint = target.fingerprint
+        self.compute_ns = 0
+        self._tools = tools
+        self._answer = answer
+        self._spec = audited_spec(answer.spec)
+        most = target.client.info.max_draft_tokens
+        self.replay = Replay(answer, answer.ranges_of(self.fingerprint), most, self._spec.session_id)
+        self.replica = AuditedReplica(target, self._spec, tools.verify_ns)
+        self._failed: set[str] = set()
+        self._failures = 0
+
+    async def step(self, *, only_while_idle: bool) -> bool:
+        """Have the replica compute one chunk. Return False if it should not go on at once.
+
+        It failed, so the next chunk goes elsewhere if possible, or sessions have come.
+        """
+        request, began_ns = self.replay.request(), self._tools.clock.now_ns()
+        if only_while_idle:
+            response = await self.replica.verify_while_idle(request)
+        else:
+            response = await self.replica.verify(request)
+        if isinstance(response, ev.Verified):
+            self.compute_ns += response.timing.compute_ns
+            if response.fingerprint == self.fingerprint and self.replay.take(response):
+                self._failures = 0
+                return True
+        else:  # it may have computed without saying so
+            self.compute_ns += self._tools.clock.now_ns() - began_ns
+        if response is None:
+            return False
+        self._failures += 1
+        if isinstance(response, ev.CacheMissed):
+            self.replay.miss(response)
+            return True
+        self.move()
+        return False
+
+    @property
+    def is_over(self) -> bool:
+        return self.replay.is_done or self.has_failed
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failures > _MAX_FAILURES
+
+    def move(self) -> None:
+        """Go on at another replica of the build, if there is one: this one has failed."""
+        self.replay.restart()
+        self._failed.add(self.replica.target.address)
+        other = choose(self._tools.targets, self._answer, self.fingerprint, self._failed)
+        if other is not None and other is not self.replica.target:
+            self.replica = AuditedReplica(other, self._spec, self._tools.verify_ns)
+
+    def report(self, session_id: str) -> AuditReport:
+        replay, target = self.replay, self.replica.target
+        if not replay.compared:
+            verdict = Verdict.NOT_COMPARED
+        else:
+            verdict = Verdict.DIFFERS if replay.differing else Verdict.SAME
+        return AuditReport(
+            session_id,
+            verdict,
+            self._answer.output_tokens,
+            replay.compared,
+            replay.differing,
+            tuple(replay.differences),
+            self.fingerprint,
+            target.client.info.deterministic,
+            target.address,
+        )
+
+
+class Auditor:
+    """The audits of one gateway; `ratio` is the share of finished sessions that it audits by itself."""
+
+    def __init__(self, tools: AuditTools, ratio: float) -> None:
+        self.ratio = ratio
+        self._tools = tools
+        self._waiting: deque[tuple[str, str]] = deque(maxlen=MAX_WAITING)
+        self._working: asyncio.Task[None] | None = None
+        self._is_closed = False
+        self._counts: tuple[int, AuditCounts] | None = None
+        if tools.metrics is not None:
+            tools.metrics.observe_waiting(lambda: len(self._waiting))
+
+    # --------------------------------------------------------------------------------- by hand --
+
+    async def audit(self, stored: StoredSession) -> AuditReport:
+        """Audit a finished session now. Raise TargetUnavailable if its target fails before any comparison."""
+        session_id = stored.ownership.session_id
+        try:
+            answer = await logged_answer(stored)
+        except LogLost:
+            return await self.damaged(session_id)
+        target = choose_first(self._tools.targets, answer)
+        if target is None:
+            return await self._note(_not_compared(answer, session_id), 0)
+        run = _Run(self._tools, answer, target)
+        await run.replay.prepare()
+        while not run.is_over:
+            if not await run.step(only_while_idle=False):
+                await asyncio.sleep(_RETRY_S)
+        report = run.report(session_id)
+        if run.has_failed and not report.compared:
+            raise TargetUnavailable(self._tools.targets.problem)
+        return await self._note(report, run.compute_ns)
+
+    async def damaged(self, session_id: str) -> AuditReport:
+        """Return and note the report on a session that does not agree with its hash."""
+        return await self._note(AuditReport(session_id, Verdict.DAMAGED), 0)
+
+    async def counts(self) -> AuditCounts:
+        """Return the totals of all gateways, at most a second old. Raise GalleyError without the store."""
+        now = self._tools.clock.now_ns()
+        if self._counts is None or now - self._counts[0] >= _COUNTS_NS:
+            self._counts = now, await self._tools.records.counts()
+        return self._counts[1]
+
+    # ------------------------------------------------------------------------------- by itself --
+
+    def note_finished(self, session: Session, _stored: StoredSession, principal: Principal) -> None:
+        """Draw whether to audit a session that has finished."""
+        spec = session.spec
+        if self._is_closed or spec.no_audit or not session.answer.output_len:
+            return
+        if not is_drawn(spec.session_id, self.ratio):
+            return
+        self._waiting.append((spec.session_id, principal.name))
+        if self._working is None:
+            # In a context of its own: the task outlives the call that happens to begin it.
+            self._working = asyncio.create_task(self._work(), context=Context())
+
+    def stop(self) -> None:
+        """End all audits that the gateway makes by itself; none begins afterwards."""
+        self._is_closed = True
+        self._waiting.clear()
+        if self._working is not None:
+            self._working.cancel()
+
+    async def close(self) -> None:
+        self.stop()
+        if self._working is not None:
+            await asyncio.wait([self._working])
+        await self._tools.records.close()
+
+    async def _work(self) -> None:
+        try:
+            while self._waiting:
+                session_id, principal = self._waiting.popleft()
+                try:
+                    await self._audit_later(session_id, principal)
+                except UnknownSession:
+                    _log.debug("audit dropped", session_id=session_id, reason="session expired")
+                except Exception as error:  # noqa: BLE001  # the next session is audited nevertheless
+                    _log.warning("audit failed", session_id=session_id, error=str(error))
+                    await asyncio.sleep(_LOOK_S)
+        finally:
+            self._working = None
+
+    async def _audit_later(self, session_id: str, principal: str) -> None:
+        """Audit a session in the idle time of its target."""
+        try:
+            answer = await logged_answer(await self._tools.store.read(session_id, principal))
+        except LogLost:
+            await self.damaged(session_id)
+            return
+        target = choose_first(self._tools.targets, answer)
+        if target is None:
+            await self._note(_not_compared(answer, session_id), 0)
+            return
+        run = _Run(self._tools, answer, target)
+        await run.replay.prepare()
+        while not run.is_over:
+            await self._take_turn(run)
+        await self._note(run.report(session_id), run.compute_ns)
+
+    async def _take_turn(self, run: _Run) -> None:
+        """Have the target compute for a turn, while it is idle, or wait until it may be."""
+        if not run.replica.target.is_accepted:
+            run.move()
+        replica, address = run.replica, run.replica.target.address
+        if not await replica.is_idle():
+            await asyncio.sleep(_LOOK_S)
+            return
+        if wait_ms := await self._tools.records.begin_turn(address):
+            await asyncio.sleep(min(wait_ms / 1000, _LONGEST_REST_S))
+            return
+        before_ns = run.compute_ns
+        try:
+            while not run.is_over and run.compute_ns - before_ns < _TURN_NS:
+                if not await run.step(only_while_idle=True) or not await replica.is_idle():
+                    break
+        finally:
+            await self._tools.records.end_turn(address, run.compute_ns - before_ns)
+
+    # ---------------------------------------------------------------------------------- results --
+
+    async def _note(self, report: AuditReport, compute_ns: int) -> AuditReport:
+        """Count, log and store a report, and return it."""
+        _log_report(report)
+        if self._tools.metrics is not None:
+            self._tools.metrics.audited(report, compute_ns)
+        try:
+            await self._tools.records.add(report, time.time_ns() // MILLISECOND)
+        except GalleyError as error:
+            _log.warning("audit not stored", session_id=report.session_id, error=str(error))
+        self._counts = None
+        return report
+
+
+def choose_first(targets: TargetPool, answer: LoggedAnswer) -> TargetReplica | None:
+    """Return a target of the build that computed most of the answer, among those that are there."""
+    chosen = (choose(targets, answer, fingerprint, {answer.replica}) for fingerprint in answer.builds())
+    return next((target for target in chosen if target is not None), None)
+
+
+def choose(
+    targets: TargetPool, answer: LoggedAnswer, fingerprint: str, avoid: set[str]
+) -> TargetReplica | None:
+    """Return a target of the build; one to `avoid` only if there is no other. None if there is none."""
+    spec = answer.spec
+    routing = RoutingRequest(
+        HashedTokens(()), spec.max_position, fingerprint, None, spec.lora, spec.session_id, spec.grammar
+    )
+    chosen = targets.choose(routing, avoid)
+    return chosen if chosen is not None and chosen.is_up and chosen.fingerprint == fingerprint else None
+
+
+def _not_compared(answer: LoggedAnswer, session_id: str) -> AuditReport:
+    return AuditReport(session_id, Verdict.NOT_COMPARED, answer.output_tokens)
+
+
+def _log_report(report: AuditReport) -> None:
+    facts = {
+        "session_id": report.session_id,
+        "verdict": report.verdict.value,
+        "output_tokens": report.output_tokens,
+        "compared": report.compared,
+        "differing": report.differing,
+        "fingerprint": report.fingerprint,
+        "replica": report.replica,
+    }
+    if is_incident(report):
+        first = report.differences[0].index if report.differences else None
+        _log.error("audit found an incident", **facts, first_index=first)
+    else:
+        _log.info("session audited", **facts)

@@ -1,0 +1,129 @@
+"""The results of audits in Redis, and whose turn it is to audit at a target.
+
+Keys (those of a pool share a hash tag):
+
+    galley:audit:{<pool>}                    hash: the totals, one field for each of AuditCounts
+    galley:audit:{<pool>}:incidents          list of JSON objects, the latest first; kept for 90 days
+    galley:audit:{<pool>}:turn:<address>     exists while a target computes for an audit, and for so long
+                                             afterwards that audits take a small share of its time
+
+They hold no text and no token ids.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any, cast
+
+from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, RedisCalls, script_of
+from galley.core.audit import AuditCounts, AuditReport, Verdict
+from services.gateway.clock import MILLISECOND
+
+MOST_SHARE = 0.01
+"""Largest share of a target's time that audits take which gateways make by themselves."""
+MAX_INCIDENTS = 100
+_INCIDENTS_MS = 90 * 24 * 3600 * 1000
+_TURN_S = 150
+"""Time after which the turn of a gateway ends that has died; longer than any request."""
+_FIELDS = tuple(item.name for item in dataclasses.fields(AuditCounts))
+
+# KEYS: totals, incidents. ARGV: an incident or "", most incidents, for how many ms, then name, value of each
+# count.
+_ADD = script_of("""
+for at = 4, #ARGV, 2 do redis.call('HINCRBY', KEYS[1], ARGV[at], ARGV[at + 1]) end
+if ARGV[1] ~= '' then
+  redis.call('LPUSH', KEYS[2], ARGV[1])
+  redis.call('LTRIM', KEYS[2], 0, ARGV[2] - 1)
+  redis.call('PEXPIRE', KEYS[2], ARGV[3])
+end
+return redis.status_reply('OK')
+""")
+
+
+def counts_of(report: AuditReport) -> AuditCounts:
+    """Return what a report adds to the totals."""
+    if report.verdict is Verdict.NOT_COMPARED:
+        return AuditCounts()
+    if report.verdict is Verdict.DAMAGED:
+        return AuditCounts(sessions=1, damaged=1)
+    if report.deterministic:
+        return AuditCounts(sessions=1, tokens=report.compared, differing=report.differing)
+    return AuditCounts(sessions=1, loose_tokens=report.compared, loose_differing=report.differing)
+
+
+def is_incident(report: AuditReport) -> bool:
+    """Return True for what must not happen: a changed log, or other tokens of a deterministic build."""
+    return report.verdict is Verdict.DAMAGED or (report.deterministic and report.differing > 0)
+
+
+class AuditRecords:
+    """The records of the pool `pool_name` at `url`. Every call is one attempt, and may raise GalleyError."""
+
+    def __init__(self, url: str, pool_name: str, *, call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S) -> None:
+        self._calls = RedisCalls(url, call_timeout_s=call_timeout_s, max_connections=2)
+        self._totals = f"galley:audit:{{{pool_name}}}"
+        self._incidents = f"{self._totals}:incidents"
+
+    async def add(self, report: AuditReport, now_ms: int) -> None:
+        """Add a report to the totals, and to the incidents if it is one. `now_ms` is a Unix time."""
+        counts = counts_of(report)
+        if counts == AuditCounts():
+            return
+        incident = json.dumps(_incident(report, now_ms)) if is_incident(report) else ""
+        added = [part for name in _FIELDS if (value := getattr(counts, name)) for part in (name, value)]
+        keys = (self._totals, self._incidents)
+        await self._calls.run(_ADD, keys, incident, MAX_INCIDENTS, _INCIDENTS_MS, *added)
+
+    async def counts(self) -> AuditCounts:
+        """Return the totals of all gateways of the pool."""
+        reply = await self._calls.command("HMGET", self._totals, *_FIELDS, key=self._totals)
+        values = cast("list[bytes | None]", reply)
+        return AuditCounts(**{name: int(value or 0) for name, value in zip(_FIELDS, values, strict=True)})
+
+    async def incidents(self) -> list[dict[str, Any]]:
+        """Return the incidents, the latest first."""
+        reply = await self._calls.command("LRANGE", self._incidents, 0, -1, key=self._incidents)
+        return [json.loads(entry) for entry in cast("list[bytes]", reply)]
+
+    async def begin_turn(self, address: str) -> int:
+        """Take the turn to audit at a target. Return 0, or in how many ms to try again."""
+        key = self._turn(address)
+        if await self._calls.command("SET", key, "", "NX", "PX", _TURN_S * 1000, key=key) is not None:
+            return 0
+        return max(1, cast("int", await self._calls.command("PTTL", key, key=key)))
+
+    async def end_turn(self, address: str, compute_ns: int) -> None:
+        """End the turn: the target computed for so long, so no gateway audits there for much longer."""
+        key = self._turn(address)
+        pause_ms = math.ceil(compute_ns * (1 / MOST_SHARE - 1) / MILLISECOND)
+        await self._calls.command("SET", key, "", "PX", max(1, pause_ms), key=key)
+
+    async def close(self) -> None:
+        await self._calls.close()
+
+    def _turn(self, address: str) -> str:
+        return f"{self._totals}:turn:{address}"
+
+
+def _incident(report: AuditReport, now_ms: int) -> dict[str, Any]:
+    """Return what an incident's record holds: no token ids."""
+    return {
+        "at_ms": now_ms,
+        "session_id": report.session_id,
+        "verdict": report.verdict.value,
+        "fingerprint": report.fingerprint,
+        "replica": report.replica,
+        "output_tokens": report.output_tokens,
+        "compared": report.compared,
+        "differing": report.differing,
+        "differences": [
+            {
+                "index": difference.index,
+                "logged_logprob": difference.logged_logprob,
+                "computed_logprob": difference.computed_logprob,
+            }
+            for difference in report.differences
+        ],
+    }
