@@ -12,7 +12,7 @@ import grpc
 from galley.common.wire.codec import logprobs_message
 from galley.core.answer.answer import Chunk, Ending, NumericsChanged, Reason
 from galley.core.audit import AuditReport, Verdict
-from galley.core.errors import Broken, Unimplemented
+from galley.core.errors import Broken
 from galley.core.session.machine import Session
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -72,7 +72,15 @@ class GenerationServicer(rpc.GenerationServicer):
     async def GetAuditCounts(
         self, _request: pb.GetAuditCountsRequest, _context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GetAuditCountsResponse:
-        raise Unimplemented("counts")
+        counts = await self.generation.audit_counts()
+        return pb.GetAuditCountsResponse(
+            sessions=counts.sessions,
+            damaged=counts.damaged,
+            tokens=counts.tokens,
+            differing=counts.differing,
+            loose_tokens=counts.loose_tokens,
+            loose_differing=counts.loose_differing,
+        )
 
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, _context: grpc.aio.ServicerContext[Any, Any]

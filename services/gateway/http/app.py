@@ -45,7 +45,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         404: "No such session, model or path.",
         405: "The path has no such method.",
         408: "The request did not arrive in time.",
-        409: "The idempotency key was used for another request, or another call has the session.",
+        409: "The idempotency key was used for another request, another call has the session, or it is live.",
         413: "The request is too large.",
         431: "The headers are too large.",
         429: "No slot or no tokens are left; Retry-After says when to try again.",
@@ -129,6 +129,8 @@ def build_app(
     add("POST", f"{ROUTE}/cancel", responses.cancel, outputs.ResponseBody)
     add("GET", "/v1/sessions/{session_id}/events", sessions.events, streams=True, more=_ALL_SENT)
     add("GET", "/v1/sessions/{session_id}", sessions.state, outputs.SessionState)
+    add("POST", "/v1/sessions/{session_id}/audit", sessions.audit, outputs.Audit)
+    add("GET", "/v1/audit", operations.audits, outputs.Audits)
     add("DELETE", "/v1/sessions/{session_id}", sessions.abort, outputs.SessionAborted)
     add("GET", "/v1/models", operations.models, outputs.ServedModels)
     add("GET", "/v1/models/{model:path}", operations.model, outputs.ServedModel)

@@ -207,6 +207,40 @@ class SessionAborted(BaseModel):
     aborted: Literal[True]
 
 
+class AuditDifference(BaseModel):
+    index: int = Field(description="Index among the output tokens.")
+    logged_token_id: int
+    computed_token_id: int
+    logged_logprob: float | None = Field(description="In the model's own distribution, as computed now.")
+    computed_logprob: float | None
+
+
+class Audit(BaseModel):
+    id: str
+    object: Literal["galley.audit"]
+    verdict: Literal["same", "differs", "damaged", "not_compared"]
+    output_tokens: int
+    compared: int
+    differing: int
+    differences: list[AuditDifference] = Field(description="The first 16.")
+    system_fingerprint: str = Field(description="Build of the target that computed the tokens again.")
+    deterministic: bool = Field(description="It promises the same tokens in any batch.")
+
+
+class AuditedTokens(BaseModel):
+    tokens: int
+    differing: int
+
+
+class Audits(BaseModel):
+    object: Literal["galley.audits"]
+    ratio: float = Field(description="Share of the sessions that this gateway audits; 0: none.")
+    sessions: int
+    damaged: int = Field(description="Sessions that do not agree with their hash.")
+    deterministic: AuditedTokens = Field(description="Of builds for which each difference is an incident.")
+    other: AuditedTokens
+
+
 class ServedModel(BaseModel):
     id: str
     object: Literal["model"]

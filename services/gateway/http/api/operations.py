@@ -46,6 +46,18 @@ class Operations:
         body, kind = await render(self._registry.read(), request.headers.get("accept", ""))
         return Response(body, media_type=kind)
 
+    async def audits(self) -> dict[str, Any]:
+        """Return the totals of all audits of the deployment."""
+        counts = await self._generation.audit_counts()
+        return {
+            "object": "galley.audits",
+            "ratio": self._generation.auditor.ratio,
+            "sessions": counts.sessions,
+            "damaged": counts.damaged,
+            "deterministic": {"tokens": counts.tokens, "differing": counts.differing},
+            "other": {"tokens": counts.loose_tokens, "differing": counts.loose_differing},
+        }
+
     async def models(self) -> dict[str, Any]:
         """Return the served model and its LoRA adapters."""
         adapters = self._generation.model.info.lora_adapters

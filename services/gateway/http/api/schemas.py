@@ -17,6 +17,7 @@ from services.gateway.http.transport.errors import printable_name
 
 MAX_CHOICES = 8
 _MAX_PROMPTS = 32
+MAX_ANSWERS = _MAX_PROMPTS * MAX_CHOICES
 _MAX_SHOWN = 16
 
 

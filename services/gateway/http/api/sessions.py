@@ -22,6 +22,7 @@ from services.gateway.http.api.choices import ChoiceRunner, Reader
 from services.gateway.http.api.format import choice_id, stored_format
 from services.gateway.http.api.identity import finish_reason
 from services.gateway.http.api.positions import DONE, parse_event_id
+from services.gateway.http.api.schemas import MAX_ANSWERS
 from services.gateway.http.api.stream import AnswerEvents, EventStream
 from services.gateway.http.responses.record import stored_record
 from services.gateway.http.responses.writers import response_stream
@@ -74,6 +75,37 @@ class Sessions:
                 choices.append(await self._generation.read(choice_id(session_id, index), call))
         # In a thread: the records of a long answer take longer to read than other streams should wait.
         return JSONResponse(await asyncio.to_thread(self._describe, choices))
+
+    async def audit(
+        self,
+        session_id: str,
+        request: HttpRequest,
+        choice: int = Query(0, ge=0, lt=MAX_ANSWERS, description="Index of the choice to audit."),
+    ) -> Response:
+        """Have a target compute a finished choice again, and compare it with the token log."""
+        report = await self._generation.audit(choice_id(session_id, choice), request.scope[CALL])
+        return JSONResponse(
+            {
+                "id": report.session_id,
+                "object": "galley.audit",
+                "verdict": report.verdict.value,
+                "output_tokens": report.output_tokens,
+                "compared": report.compared,
+                "differing": report.differing,
+                "differences": [
+                    {
+                        "index": one.index,
+                        "logged_token_id": one.logged,
+                        "computed_token_id": one.computed,
+                        "logged_logprob": one.logged_logprob,
+                        "computed_logprob": one.computed_logprob,
+                    }
+                    for one in report.differences
+                ],
+                "system_fingerprint": report.fingerprint,
+                "deterministic": report.deterministic,
+            }
+        )
 
     async def abort(self, session_id: str, request: HttpRequest) -> Response:
         """End a session permanently, with all of its choices."""

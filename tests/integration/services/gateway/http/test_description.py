@@ -22,5 +22,5 @@ async def test_responses_are_as_described(world: World, tokenizer: Path, tmp_pat
     gateway = await world.gateway_of(Parts(metrics=Registry(GATEWAY)), http_port=0, model=str(model))
     tally = await asyncio.to_thread(check, gateway.http, EXAMPLES, 1)
     assert tally.faults == {}
-    assert len(tally.responses) == 18
+    assert len(tally.responses) == 20
     assert all(counts[200] for counts in tally.responses.values()), "each operation has succeeded once"
