@@ -3,6 +3,7 @@
 import { Answer, compare } from "./answer.js";
 import { Controls, repeatable } from "./controls.js";
 import { showRounds } from "./rounds.js";
+import { showSeal } from "./seal.js";
 import { answerEvents, request } from "./stream.js";
 import { tabs } from "./tabs.js";
 import { AnswerView, make, showTips } from "./view.js";
@@ -45,9 +46,14 @@ async function showModel() {
   try {
     page.model.textContent = await controls.load();
     if (!running) say("");
+    drawSeal();
   } catch (problem) {
     say(problem.message);
   }
+}
+
+function drawSeal() {
+  showSeal(page.seal, controls.key).catch(() => {}); // what it showed before may stay
 }
 
 /** Stream the answer of `body` into a view. Throw if it fails; an answer that was stopped is complete. */
@@ -134,6 +140,7 @@ async function send(event) {
   turns.push({ user: text, answer: view.answer });
   controls.keepSeed(body.seed);
   if (view.answer.finishReason) say(summary(view.answer));
+  drawSeal();
   article.append(actions(body, view, answers));
   scrollTo(0, document.documentElement.scrollHeight);
 }
