@@ -23,6 +23,7 @@ from galley.cli.chat.command import chat
 from galley.cli.config import keep_config, kept_config, label, with_config_flag
 from galley.cli.demo import demo
 from galley.cli.distill import distill
+from galley.cli.drafts.command import drafts
 from galley.cli.flags import FAILED, USAGE, Output, fail, require, say
 from galley.cli.generate import generate, resume
 from galley.cli.planning.check import check
@@ -136,6 +137,7 @@ def _galley(
 
 for _command in (demo, up, serve, ps, logs, stop, generate, chat, resume, audit, top, trace):
     app.command(rich_help_panel=_USE)(with_config_flag(_command, "up" if _command is serve else ""))
+app.add_typer(drafts, rich_help_panel=_USE)
 for _command in (check, bench, plan, distill):
     app.command(rich_help_panel=_MEASURE)(with_config_flag(_command))
 

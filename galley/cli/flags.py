@@ -145,8 +145,9 @@ def not_secret(ctx: typer.Context, param: typer.CallbackParam, value: str | None
         from galley.common.config.settings import is_secret  # noqa: PLC0415  # slow to load
 
         if is_secret(value):
+            variables = [param.envvar] if isinstance(param.envvar, str) else param.envvar or [""]
             raise typer.BadParameter(
-                f"must not hold a password, which every user of the machine could read; use {param.envvar}"
+                f"must not hold a password, which every user of the machine could read; use {variables[0]}"
             )
     return value
 

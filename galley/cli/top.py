@@ -62,7 +62,7 @@ def top(
         if not services:
             raise fail(f"the stack {running.name!r} serves no metrics; name services with --metrics")
     if store:
-        _check(store, pool)
+        check_store(store, pool)
     run_stack(_show(services, (store, pool), interval, Output(highlight=False), once=once))
 
 
@@ -119,7 +119,8 @@ async def _show(
             await live.lines(scraper, console)
 
 
-def _check(redis_url: str, pool: str) -> None:
+def check_store(redis_url: str, pool: str) -> None:
+    """Log only critical events from now on. Raise BadParameter for a URL or pool that cannot be used."""
     try:
         from pydantic import SecretStr  # noqa: PLC0415  # an extra
 

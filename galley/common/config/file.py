@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 _COMMANDS = (
-    "bench chat check completion demo distill draft gateway generate logs plan prepare ps resume stop "
-    "target top trace up"
+    "audit bench chat check completion demo distill draft drafts gateway generate logs plan prepare ps "
+    "resume stop target top trace up"
 )
 TABLES = frozenset(_COMMANDS.split())
 """The commands: each has a table, also in a file that a service reads. `serve` has that of `up`."""

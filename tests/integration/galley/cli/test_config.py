@@ -151,12 +151,16 @@ def test_every_command_has_a_table() -> None:
     assert set(command.commands) == TABLES | {"serve"}
 
 
+def _takes_a_file(command: Any) -> bool:
+    return any("--config" in parameter.opts for parameter in command.params)
+
+
 def test_every_command_but_the_servers_takes_a_file() -> None:
     command: Any = typer.main.get_command(app)
     without = {
         name
         for name, each in command.commands.items()
-        if not any("--config" in parameter.opts for parameter in each.params)
+        if not all(_takes_a_file(one) for one in getattr(each, "commands", {name: each}).values())
     }
     assert without == {"gateway", "draft", "target", "prepare", "completion"}
 
@@ -185,3 +189,11 @@ def test_bash_completes_a_command() -> None:
     done = subprocess.run(["bash", "-c", f"{source}; {complete}"], capture_output=True, text=True, check=True)
     assert done.stdout.split()[0] == "serve"
     assert "-F _galley_completion galley" in done.stdout
+
+
+def test_the_commands_of_a_group_share_its_table(file: Path) -> None:
+    file.write_text('[drafts]\npool = "a b"\n')
+    for command in ("list", "history"):
+        refused = galley("drafts", command, "--config", str(file), GALLEY_DRAFTS_REDIS_URL="redis://x:1")
+        assert refused.exit_code == 2
+        assert "must be 1 to 128 letters" in refused.stderr

@@ -1,0 +1,1 @@
+"""`galley drafts`: the versions of a deployment's drafts."""
