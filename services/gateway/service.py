@@ -27,6 +27,7 @@ from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, Copies
 from galley.common.redis.connections import refuse_bad_files
 from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL, LeasePool, ReplicaRegistry
 from galley.common.registry.spool import LearningSpool
+from galley.common.registry.trials import DraftVersions
 from galley.common.server.server import Parts, Prepared
 from galley.common.sockets import bind_socket, socket_address
 from galley.common.tls.channels import ChannelTls, open_channel
@@ -72,6 +73,7 @@ from services.gateway.settings import (
     GatewaySettings,
     Tuning,
     comma_separated,
+    split_setting,
 )
 from services.gateway.store.redis import RedisStore
 from services.gateway.store.session_log import retry
@@ -83,6 +85,7 @@ from services.gateway.telemetry.observer import RequestObservers
 from services.gateway.telemetry.session_metrics import SessionMetrics
 from services.gateway.telemetry.spans import TraceOptions
 from services.gateway.telemetry.version_metrics import VersionMetrics
+from services.gateway.versions.keeper import VersionKeeper
 
 _log = get_logger(__name__)
 _HAND_OVER_SHARE = 0.6
@@ -254,7 +257,8 @@ async def _generation(
         Grammars.of_tokenizer, tokenizer.to_json(), targets.info.vocab_size, targets.info.eos_token_ids
     )
     model = _served_model(settings, tuning, tokenizer, targets, drafts, grammars)
-    streams = _streams(settings, tuning, store, drafts, targets, tokenizer)
+    keeper = await _version_keeper(settings, drafts, parts.metrics, opened)
+    streams = _streams(settings, tuning, store, drafts, targets, tokenizer, keeper)
     threads = FairThreads()
     streams.own_sources = OwnSources(partial(grammars.compiled, threads))
     streams.on_call = targets.turns.expect_calls
@@ -269,7 +273,6 @@ async def _generation(
         observe_expiry(registry, PEER_CERTIFICATE_EXPIRY, peer_files)
         grammars.on_compiled = GrammarMetrics(registry).count
         audit_metrics = AuditMetrics(registry)
-        VersionMetrics(registry)
         sessions = SessionMetrics(registry, model.name, names_principals=settings.usage_by_principal)
         if collector is not None:
             collector.on_collected = partial(_count_collected, registry.count(catalogue.LEARNING_SESSIONS))
@@ -311,6 +314,23 @@ def _count_collected(series: Series[Count], is_kept: bool) -> None:
     series.at("kept" if is_kept else "dropped").value += 1
 
 
+async def _version_keeper(
+    settings: GatewaySettings, drafts: DraftPool, registry: Registry | None, opened: AsyncExitStack
+) -> VersionKeeper | None:
+    """Return what splits sessions between versions of drafts; None without drafts."""
+    metrics = None if registry is None else VersionMetrics(registry)
+    if settings.draft == NO_DRAFT:
+        return None
+    store = DraftVersions(settings.redis_url.get_secret_value(), settings.pool)
+    trial = split_setting(settings.draft_split) if settings.draft_split else None
+    keeper = VersionKeeper(store, drafts, trial, metrics)
+    if metrics is not None:
+        metrics.observe_split(lambda: keeper.state.split)
+    opened.push_async_callback(keeper.close)
+    await keeper.start()
+    return keeper
+
+
 async def _collect_garbage(streams: Streams) -> None:
     """Collect all garbage when no stream is open: there is little to visit then, and nobody waits."""
     while True:
@@ -349,13 +369,15 @@ def _streams(
     drafts: DraftPool,
     targets: TargetPool,
     tokenizer: Tokenizer,
+    keeper: VersionKeeper | None,
 ) -> Streams:
     may_look_up = tuning.lookup_fallback and settings.draft != NO_DRAFT
 
     def ports_of(stored: StoredSession, session: Session) -> Ports:
         draft = DraftSession(drafts, stored.directory.draft, may_look_up=may_look_up)
         target = TargetSession(targets, session.answer.fingerprint or "", stored.directory.target, draft)
-        return Ports(draft, target, _CLOCK)
+        tally = None if keeper is None else keeper.tally(session.spec, draft)
+        return Ports(draft, target, _CLOCK, tally)
 
     return Streams(
         store,

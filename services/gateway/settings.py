@@ -16,6 +16,8 @@ from galley.common.registry.leases import DEFAULT_POOL
 from galley.common.registry.registration import PoolSetting  # pydantic reads it
 from galley.core.hints import MAX_DRAFT_TOKENS
 from galley.core.store import FINISHED_TTL_S, SESSION_TTL_S
+from galley.core.versions.split import MAX_SHARE
+from galley.core.versions.state import check_share, check_version
 
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 """Asymmetric signatures only: "none" signs nothing, and whoever can verify an HMAC can forge it."""
@@ -89,6 +91,21 @@ def _algorithms(text: str) -> str:
     if not names:
         raise ValueError(f"must be some of {', '.join(ALGORITHMS)}, got none")
     return text
+
+
+def _draft_split(text: str) -> str:
+    if text:
+        try:
+            split_setting(text)
+        except ValueError:
+            raise ValueError(f"must be VERSION=SHARE, at most {MAX_SHARE}, got {text!r}") from None
+    return text
+
+
+def split_setting(text: str) -> tuple[str, float]:
+    """Return the version and the share of a `draft_split`. Raise ValueError."""
+    version, _, share = text.partition("=")
+    return check_version(version), check_share(float(share))
 
 
 def _origins(text: str) -> str:
@@ -262,6 +279,12 @@ class GatewaySettings(TokenSettings):
     )
     draft_timeout_s: float = Field(
         0.5, gt=0, description="Longest time that a round waits for the draft, in seconds."
+    )
+    draft_split: Annotated[str, AfterValidator(_draft_split)] = Field(
+        "",
+        description="Version of the draft that begins a trial, and its share of the sessions, at most 0.5: "
+        "VERSION=SHARE. No trial begins of a version that was promoted, rolled back or drained, or while "
+        "another is on trial. Empty: none.",
     )
     client_timeout_s: float = Field(
         60.0,

@@ -17,6 +17,7 @@ from galley.core.content import chain_start, next_block_hash
 from galley.core.grammar.spec import GrammarSpec
 from galley.core.session.events import Replica
 from galley.core.store import CacheLocation
+from galley.core.versions.split import Split
 
 LOAD_TOKENS = 64
 """Cost of each session at a target, in tokens of prefill."""
@@ -200,16 +201,28 @@ def choose_draft(
     home: Replica | None = None,
     avoid: Collection[str] = (),
     session_id: str = "",
+    split: Split | None = None,
+    *,
+    is_canary: bool = False,
 ) -> DraftCandidate | None:
     """Return the draft for a session that requests `strategy` (empty: any) and whose tokens `home` has.
 
     `session_id` decides which of many are compared. Return None if none offers it. A draining one keeps its
     sessions while there is no other. An address in `avoid` is chosen only if there is no other.
+
+    Then come versions that the split gives to others: the canary's for other sessions, which rather try a
+    draft in `avoid` again, and at last drained ones. A canary's session takes any other version first.
     """
     able = [c for c in candidates if strategy in {"", *c.lease.strategies}]
     able = [c for c in able if not c.lease.draining or c.is_home(home)]
     able = [c for c in able if c.is_healthy and not c.lease.draining] or able
+    if split is not None:
+        able = [c for c in able if c.lease.version not in split.drained] or able
+        if split.canary and not is_canary:
+            able = [c for c in able if c.lease.version != split.canary] or able
     able = [c for c in able if c.lease.address not in avoid] or able
+    if split is not None and (arm := split.canary if is_canary else split.stable):
+        able = [c for c in able if c.lease.version == arm] or able
     at_home = [c for c in able if c.is_home(home)]
     # The fewest sessions, then the shortest queue; the address makes the order total.
     return min(

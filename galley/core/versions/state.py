@@ -62,6 +62,13 @@ def check_version(name: str) -> str:
     return name
 
 
+def check_share(share: float) -> float:
+    """Return `share`. Raise ValueError unless a canary can have it."""
+    if not 0 < share <= MAX_SHARE:
+        raise ValueError(f"share: must be > 0 and <= {MAX_SHARE}, got {share}")
+    return share
+
+
 def try_version(
     state: VersionState,
     version: str,
@@ -74,8 +81,7 @@ def try_version(
 ) -> Change:
     """Give a share of the sessions to a version, with new counts. Raise ValueError if that cannot be."""
     check_version(version)
-    if not 0 < share <= MAX_SHARE:
-        raise ValueError(f"share: must be > 0 and <= {MAX_SHARE}, got {share}")
+    check_share(share)
     if tokens < 1:
         raise ValueError(f"tokens: must be >= 1, got {tokens}")
     split = state.split

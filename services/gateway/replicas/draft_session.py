@@ -76,6 +76,9 @@ class DraftSession:
         self._lookup: LocalLookup | None = None
         self._drafted_with = _AS_REQUESTED
         self._states = WaitingStates()
+        self._placement = -1
+        self.failures = 0
+        """Requests that a draft failed, or was late with."""
 
     @property
     def replica(self) -> Replica | None:
@@ -115,9 +118,14 @@ class DraftSession:
     def _place(self, spec: SessionSpec, strategy: str) -> DraftReplica | None:
         """Return the session's draft or None; set `_strategy`. Leave a draft by lookup for a better one."""
         now = self._drafts.now_ns()
-        if self._at is None or self._strategy != strategy or not self._at.is_serving(now):
+        is_placed = self._strategy == strategy and self._placement == self._drafts.placement
+        if self._at is None or not is_placed or not self._at.is_serving(now):
+            self._placement = self._drafts.placement
+            is_canary = self._drafts.is_canary(spec)
             for offered in (strategy, NGRAM) if strategy in _MODEL_STRATEGIES else (strategy,):
-                self._at = self._drafts.choose(offered, self._home, self._failed, spec.session_id)
+                self._at = self._drafts.choose(
+                    offered, self._home, self._failed, spec.session_id, is_canary=is_canary
+                )
                 self._strategy = offered
                 if self._at is not None:
                     break
@@ -170,6 +178,7 @@ class DraftSession:
         self._failed.clear()
 
     def _leave(self, draft: DraftReplica, spec: SessionSpec, reason: str) -> None:
+        self.failures += 1
         draft.sessions.remove(spec.session_id)
         self._states.clear()
         self._failed.add(draft.address)

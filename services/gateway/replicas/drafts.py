@@ -7,13 +7,14 @@ drafts by lookup (`draft_session`). One that fails often is not used for a while
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import grpc
 
 from galley.common.logs import get_logger
 from galley.common.registry.leases import draft_lease
 from galley.core import names
+from galley.core.answer.answer import SessionSpec
 from galley.core.errors import GalleyError, TokenizerMismatch
 from galley.core.features import FeatureForm
 from galley.core.lru import RecentKeys
@@ -21,6 +22,7 @@ from galley.core.routing.breaker import Breaker, State
 from galley.core.routing.choice import DraftCandidate, DraftLease, choose_draft
 from galley.core.session import events as ev
 from galley.core.session.events import Clock, Replica
+from galley.core.versions.split import Split
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.replicas.clients import DraftClient, FaultIn
 from services.gateway.replicas.membership import AddressSource, PoolReplica, ReplicaPool
@@ -58,6 +60,10 @@ class DraftReplica(PoolReplica[DraftClient, DraftLease]):
             return None
         return FeatureForm(tuple(info.feature_layers), info.feature_size)
 
+    @property
+    def version(self) -> str:
+        return (self.lease or self.client.info).version
+
     def is_unknown(self) -> bool:
         """Return True if it must be met: another process may serve there, or this one other weights."""
         if super().is_unknown():
@@ -91,6 +97,10 @@ class DraftPool(ReplicaPool[DraftReplica]):
         """`timeout_ns` is how long a session waits for a proposal."""
         super().__init__("draft", source, open_channel, clock)
         self._tokenizer_hash = tokenizer_hash
+        self._split: Split | None = None
+        self._versions: Mapping[str, str] = {}
+        self.placement = 0
+        """Changes when sessions should choose anew, because the split or a replica's version is another."""
         self._late_ns = int(timeout_ns * _LATE_SHARE)
 
     async def start(self) -> None:
@@ -110,13 +120,37 @@ class DraftPool(ReplicaPool[DraftReplica]):
         return [(it.address, it.breaker.state(now)) for it in self._replicas.values() if it.is_accepted]
 
     def choose(
-        self, strategy: str, home: Replica | None, avoid: Collection[str], session_id: str
+        self,
+        strategy: str,
+        home: Replica | None,
+        avoid: Collection[str],
+        session_id: str,
+        *,
+        is_canary: bool = False,
     ) -> DraftReplica | None:
         """Return the best draft for a session whose tokens `home` caches, None if none is available."""
         now = self._clock.now_ns()
-        available = [it for it in self._replicas.values() if it.is_available(now)]
-        chosen = choose_draft(strategy, [it.candidate(now) for it in available], home, avoid, session_id)
+        candidates = [it.candidate(now) for it in self._replicas.values() if it.is_available(now)]
+        chosen = choose_draft(strategy, candidates, home, avoid, session_id, self._split, is_canary=is_canary)
         return None if chosen is None else self._replicas[chosen.lease.address]
+
+    def use_split(self, split: Split) -> None:
+        """Give sessions to versions by `split` from now on, those that are open too."""
+        in_force = None if split == Split() else split
+        if in_force != self._split:
+            self._split = in_force
+            self.placement += 1
+
+    def is_canary(self, spec: SessionSpec) -> bool:
+        """Return True if the split gives the session to the canary."""
+        return self._split is not None and self._split.is_canary(
+            spec.session_id, spec.tenant_salt, spec.workload
+        )
+
+    def serves(self, version: str) -> bool:
+        """Return True if a draft of `version` is available."""
+        now = self._clock.now_ns()
+        return any(it.is_serving(now) and it.version == version for it in self._replicas.values())
 
     def now_ns(self) -> int:
         return self._clock.now_ns()
@@ -143,6 +177,12 @@ class DraftPool(ReplicaPool[DraftReplica]):
         if breaker.record_success(attempt):
             _log.info("draft circuit closed", address=draft.address)
             _breaker_changed(draft, State.HALF_OPEN, State.CLOSED)
+
+    def _update(self) -> None:
+        versions = {it.address: it.version for it in self._replicas.values()}
+        if versions != self._versions:
+            self._versions = versions
+            self.placement += self._split is not None
 
     def _new_replica(self, address: str) -> DraftReplica:
         return DraftReplica(address, self._open_channel(address), self._fault_in)

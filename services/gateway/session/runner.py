@@ -9,13 +9,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from galley.common.logs import get_logger
 from galley.core.errors import Broken, Cancelled, ClientStalled, DeadlinePassed
 from galley.core.session import events as ev
 from galley.core.session.events import Clock, DraftPort, Replica, RoundEnded, TargetPort, Verification
 from galley.core.session.machine import Session
+from galley.core.session.round import SpeculationStats
 from galley.core.store import UNCHANGED, CacheLocation, KvDirectory
 from services.gateway.clock import SECOND, Timeouts
 from services.gateway.session.outbox import Outbox
@@ -53,11 +54,21 @@ _CARRY_OUT: Final[Mapping[type[ev.Effect], str]] = {
 _log = get_logger(__name__)
 
 
+class RoundTally(Protocol):
+    """Counts the rounds of one session, for a trial of a draft's version."""
+
+    def add(self, done: RoundEnded) -> None: ...
+
+    def stop(self, stats: SpeculationStats) -> None:
+        """Note that the session has stopped here."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ports:
     draft: DraftPort
     target: TargetPort
     clock: Clock
+    tally: RoundTally | None = None
 
 
 class SessionRunner:
@@ -161,6 +172,8 @@ class SessionRunner:
         self._call_at(effect.at_ns, ev.TimerFired())
 
     def _report_round(self, effect: RoundEnded) -> None:
+        if self._ports.tally is not None:
+            self._ports.tally.add(effect)
         self._observer.round_ended(effect, self._ports.draft.replica, self._holder)
 
     def _finish(self, effect: ev.End) -> None:
@@ -325,6 +338,8 @@ class SessionRunner:
         finally:
             # Tasks and timers that were cancelled keep their frames, and so this object.
             self._renewal = self._verification = self._proposing = self._timer = None
+            if self._ports.tally is not None:
+                self._ports.tally.stop(self.session.stats)
             self._observer.stopped(self.session, self._end)
 
 

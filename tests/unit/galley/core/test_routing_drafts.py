@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from galley.core.routing.choice import DraftCandidate, DraftLease, choose_draft
 from galley.core.session.events import Replica
+from galley.core.versions.split import Split
 
 LEASE = DraftLease(
     address="a",
@@ -87,3 +88,51 @@ def test_sessions_that_start_while_leases_are_old_go_to_many_drafts() -> None:
     assert max(went.values()) < 200 * 3 / len(many)
     home = Replica("d09", "life")
     assert all(choose_draft("model", many, home, session_id=str(i)) == many[9] for i in range(20))
+
+
+VERSIONS = st.lists(
+    st.builds(candidate, st.sampled_from("abcdef"), version=st.sampled_from(["", "v1", "v2", "v3"])),
+    min_size=1,
+    max_size=6,
+    unique_by=lambda it: it.lease.address,
+)
+SPLITS = st.builds(
+    Split,
+    stable=st.sampled_from(["", "v1"]),
+    canary=st.sampled_from(["", "v2"]),
+    share=st.just(0.1),
+    drained=st.sampled_from([frozenset(), frozenset({"v3"}), frozenset({"v1", "v3"})]),
+)
+
+
+@settings(max_examples=300)
+@given(candidates=VERSIONS, split=SPLITS, is_canary=st.booleans(), avoid=st.sets(ADDRESSES), home=ADDRESSES)
+def test_the_choice_by_version(
+    candidates: list[DraftCandidate], split: Split, is_canary: bool, avoid: set[str], home: str
+) -> None:
+    is_canary = is_canary and bool(split.canary)
+    chosen = choose_draft("", candidates, Replica(home, "life"), avoid, "", split, is_canary=is_canary)
+    assert chosen is not None, "no session is without a draft for a split"
+    given_it = [it for it in candidates if it.lease.version not in split.drained]
+    assert not given_it or chosen in given_it
+    others = [it for it in given_it if is_canary or not split.canary or it.lease.version != split.canary]
+    assert not others or chosen in others
+    good = [it for it in others if it.lease.address not in avoid]
+    assert not good or chosen in good
+    arm = split.canary if is_canary else split.stable
+    own = [it for it in good if it.lease.version == arm] if arm else good
+    assert not own or chosen in own
+    at_home = [it for it in own if it.lease.address == home]
+    assert not at_home or chosen in at_home
+
+
+def test_a_session_of_the_canary_takes_another_version_rather_than_a_draft_that_failed_it() -> None:
+    split = Split(canary="v2", share=0.1)
+    candidates = [candidate("a", version="v1"), candidate("b", version="v2")]
+    for is_canary, version in ((True, "v1"), (False, "v1")):
+        chosen = choose_draft("", candidates, None, {"b"}, "", split, is_canary=is_canary)
+        assert chosen is not None
+        assert chosen.lease.version == version
+    chosen = choose_draft("", candidates, None, {"a"}, "", split)
+    assert chosen is not None
+    assert chosen.lease.version == "v1", "it tries its own again"

@@ -6,7 +6,7 @@ import pytest
 
 from galley.common.config.settings import parse_settings
 from services.draft.settings import DraftSettings
-from services.gateway.settings import GatewaySettings
+from services.gateway.settings import GatewaySettings, split_setting
 from services.target.settings import TargetSettings
 
 ISSUER = ("--jwt-issuer", "https://issuer.test", "--jwt-audience", "galley")
@@ -70,6 +70,18 @@ def test_an_issuer_with_given_keys_may_have_any_name() -> None:
     argv = ("--jwt-issuer", "kubernetes/serviceaccount", "--jwt-audience", "galley")
     assert parse(*argv, "--jwt-jwks-file", "keys.json").jwt_issuer == "kubernetes/serviceaccount"
     assert parse(*argv, "--jwt-jwks-url", "https://a.test/keys").jwt_algorithms == "RS256,ES256"
+
+
+@pytest.mark.parametrize("split", ["v2", "v2=", "=0.1", "v2=x", "v2=0", "v2=0.6", "v2=nan", "v 2=0.1"])
+def test_a_split_that_cannot_be_is_refused(split: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--draft-split", split)
+    assert f"must be VERSION=SHARE, at most 0.5, got {split!r}" in capsys.readouterr().err
+
+
+def test_a_split_is_a_version_and_its_share() -> None:
+    assert split_setting(parse("--draft-split", "v2=0.05").draft_split) == ("v2", 0.05)
+    assert parse().draft_split == ""
 
 
 def test_connections_have_a_maximum_age() -> None:

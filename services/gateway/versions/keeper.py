@@ -1,0 +1,194 @@
+"""Keep the gateway's split of sessions between versions of drafts: read it, count sessions, apply the rule.
+
+All gateways read the state of their deployment in Redis, about once a second. While a version is on trial,
+each adds the counts of the sessions that ended there, and applies the rule to the sums of all. The state
+changes by compare-and-set, so one of them decides. While Redis is away, the split stays, and counts wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Protocol
+
+from galley.common.logs import get_logger
+from galley.core.answer.answer import SessionSpec
+from galley.core.errors import GalleyError
+from galley.core.versions.counts import VersionCounts
+from galley.core.versions.rule import Outcome, Rule, decide
+from galley.core.versions.split import Split
+from galley.core.versions.state import (
+    Change,
+    VersionEvent,
+    VersionState,
+    promote,
+    roll_back,
+    try_version,
+)
+from services.gateway.replicas.draft_session import DraftSession
+from services.gateway.replicas.drafts import DraftPool
+from services.gateway.telemetry.version_metrics import VersionMetrics
+from services.gateway.versions.tally import SessionTally
+
+READ_S = 1.0
+
+_RULE, _SETTING = "rule", "draft_split"
+
+_log = get_logger(__name__)
+
+
+class VersionStore(Protocol):
+    """The versions of a deployment; each call is one attempt (`galley.common.registry.trials`)."""
+
+    async def read(self) -> VersionState: ...
+
+    async def change(self, expected_epoch: int, new: VersionState, event: VersionEvent) -> bool: ...
+
+    async def add(self, version: str, counts: VersionCounts, trial: int) -> bool: ...
+
+    async def counts(self, of: Collection[str]) -> Mapping[str, VersionCounts]: ...
+
+    async def close(self) -> None: ...
+
+
+class VersionKeeper:
+    """The versions as this gateway knows them. Call `start` at the beginning and `close` at the end."""
+
+    def __init__(
+        self,
+        store: VersionStore,
+        drafts: DraftPool,
+        trial: tuple[str, float] | None = None,
+        metrics: VersionMetrics | None = None,
+    ) -> None:
+        """Begin a trial of `trial`, a version and its share, unless that version was decided."""
+        self.state = VersionState()
+        self._store = store
+        self._drafts = drafts
+        self._own_trial = trial
+        self._metrics = metrics
+        self._waiting: dict[tuple[str, int], VersionCounts] = {}
+        """Counts that the store does not have, by version and trial."""
+        self._problem = ""
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Follow the store now, and then once a second."""
+        await self.turn()
+        self._task = asyncio.create_task(self._follow())
+
+    def tally(self, spec: SessionSpec, draft: DraftSession) -> SessionTally | None:
+        """Return what counts a session that begins or goes on here; None without a trial.
+
+        The session counts for the version that it is given, whichever serves it. While no draft of the canary
+        is available, no session counts, for either version.
+        """
+        split = self.state.split
+        if not split.canary or not self._drafts.serves(split.canary):
+            return None
+        version = split.canary if self._drafts.is_canary(spec) else split.stable
+        return SessionTally(draft, partial(self._count, version, self.state.trial))
+
+    async def turn(self) -> None:
+        """Follow the store once: take over its state, give it counts, begin or end a trial if it is due."""
+        try:
+            self._use(await self._store.read())
+            await self._flush()
+            if (change := self._due_trial() or await self._due_end()) is not None:
+                await self._change(*change)
+        except GalleyError as error:
+            if self._problem != str(error):
+                self._problem = str(error)
+                _log.warning("versions of drafts unavailable; the split stays", error=self._problem)
+        else:
+            self._problem = ""
+
+    async def close(self) -> None:
+        """Stop, and give the store the last counts."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        with suppress(GalleyError):
+            await self._flush()
+        await self._store.close()
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(READ_S)
+            await self.turn()
+
+    def _use(self, state: VersionState) -> None:
+        before, self.state = self.state, state
+        if state.split != before.split:
+            self._drafts.use_split(state.split)
+            _log.info("split of sessions changed", **_facts(state.split))
+
+    def _count(self, version: str, trial: int, counts: VersionCounts) -> None:
+        if self._metrics is not None:
+            self._metrics.finished(version, counts.output_tokens, counts.accepted)
+        key = (version, trial)
+        self._waiting[key] = self._waiting.get(key, VersionCounts()) + counts
+
+    async def _flush(self) -> None:
+        """Give the store the counts that wait; what a call that fails was to give waits on."""
+        for key in list(self._waiting):
+            version, trial = key
+            counts = self._waiting.pop(key)
+            try:
+                await self._store.add(version, counts, trial)
+            except GalleyError:
+                self._waiting[key] = self._waiting.get(key, VersionCounts()) + counts
+                raise
+
+    def _due_trial(self) -> Change | None:
+        """Return the beginning of the trial of the gateway's settings, once."""
+        if self._own_trial is None:
+            return None
+        version, share = self._own_trial
+        split = self.state.split
+        if version in {split.canary, split.stable} or version in self.state.decided:
+            self._own_trial = None
+            return None
+        if split.canary:
+            return None
+        return try_version(self.state, version, share, author=_SETTING)
+
+    async def _due_end(self) -> Change | None:
+        """Return the end of the trial in force, if the rule says so."""
+        state, split = self.state, self.state.split
+        if not split.canary:
+            return None
+        counts = await self._store.counts((split.stable, split.canary))
+        decision = decide(split, counts[split.stable], counts[split.canary], Rule(state.tokens))
+        if decision.outcome is Outcome.PROMOTE:
+            return promote(state, split.canary, author=_RULE, reason=decision.reason)
+        if decision.outcome is Outcome.ROLL_BACK:
+            return roll_back(state, author=_RULE, reason=decision.reason)
+        return None
+
+    async def _change(self, new: VersionState, event: VersionEvent) -> None:
+        """Change the state; if another caller was first, the next turn shows how."""
+        if not await self._store.change(self.state.epoch, new, event):
+            return
+        self._use(new)
+        facts = {"version": event.version, "reason": event.reason}
+        if event.kind == "try":
+            _log.info("trial of a draft began", version=event.version, share=event.share)
+        elif event.kind == "promote":
+            _log.info("draft promoted", **facts)
+        else:
+            _log.warning("draft rolled back", **facts)
+        if self._metrics is not None and event.kind != "try":
+            self._metrics.decided("promoted" if event.kind == "promote" else "rolled_back")
+
+
+def _facts(split: Split) -> dict[str, str | float]:
+    return {
+        "stable": split.stable,
+        "canary": split.canary,
+        "share": split.share,
+        "by": split.by,
+        "drained": ",".join(sorted(split.drained)),
+    }

@@ -1,0 +1,299 @@
+"""What a gateway does with the versions of drafts: follow the split, count sessions, decide once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Collection
+from dataclasses import replace
+
+import pytest
+from structlog.testing import capture_logs
+
+from galley.common.metrics import catalogue
+from galley.common.metrics.labels import GATEWAY
+from galley.common.metrics.registry import Registry
+from galley.core.session.events import RoundEnded, SourceTokens, Timing, Verified
+from galley.core.session.round import SpeculationStats
+from galley.core.versions import state as versions
+from galley.core.versions.counts import VersionCounts, session_counts
+from galley.core.versions.split import Split
+from services.gateway.clock import MonotonicClock
+from services.gateway.replicas.draft_session import DraftSession
+from services.gateway.replicas.drafts import DraftPool
+from services.gateway.replicas.membership import StaticAddresses
+from services.gateway.telemetry.version_metrics import VersionMetrics
+from services.gateway.versions.keeper import VersionKeeper
+from services.gateway.versions.tally import SessionTally
+from tests.fakes.readings import number
+from tests.fakes.session_ports import SPEC
+from tests.fakes.versions import MemoryVersions
+from tests.unit.galley.core.versions.sessions import sessions
+
+SHARE = 0.3
+
+
+class ServedDrafts(DraftPool):
+    """A pool that has a draft of each version of `served`, without a replica."""
+
+    def __init__(self) -> None:
+        clock = MonotonicClock()
+        super().__init__(StaticAddresses([]), "tokenizer", lambda _: pytest.fail("no channel"), clock, 1)
+        self.served = {"new", "old"}
+
+    def serves(self, version: str) -> bool:
+        return version in self.served
+
+
+@pytest.fixture
+def store() -> MemoryVersions:
+    return MemoryVersions()
+
+
+@pytest.fixture
+def drafts() -> ServedDrafts:
+    return ServedDrafts()
+
+
+@pytest.fixture
+def keeper(store: MemoryVersions, drafts: ServedDrafts) -> VersionKeeper:
+    return VersionKeeper(store, drafts)
+
+
+async def _begin(store: MemoryVersions, *keepers: VersionKeeper, tokens: int = 1000) -> None:
+    state = store.state
+    assert await store.change(
+        state.epoch, *versions.try_version(state, "new", SHARE, tokens=tokens, author="ann")
+    )
+    for keeper in keepers:
+        await keeper.turn()
+
+
+def _round(*, accepted: int = 3, local: int = 0, reads_prompt: bool = False) -> RoundEnded:
+    verdict = Verified(1, 0, (), accepted, accepted, 0, "build", timing=Timing(0, 4_000_000))
+    sources = (SourceTokens("model", 4, 4, accepted - local), SourceTokens("grammar", local, local, local))
+    return RoundEnded(
+        verdict,
+        0,
+        10_000_000,
+        4,
+        accepted,
+        accepted + 1,
+        0,
+        0,
+        0,
+        0,
+        Timing(0, 500_000),
+        reads_prompt=reads_prompt,
+        sources=sources,
+    )
+
+
+def _sessions(keeper: VersionKeeper, drafts: DraftPool, number: int) -> list[bool]:
+    """Run sessions of one round; return which of them were given to the canary."""
+    given = []
+    for index in range(number):
+        spec = replace(SPEC, session_id=f"session-{index}")
+        tally = keeper.tally(spec, DraftSession(drafts))
+        if tally is not None:
+            tally.add(_round())
+            tally.stop(SpeculationStats())
+        given.append(drafts.is_canary(spec))
+    return given
+
+
+async def test_without_a_trial_nothing_is_counted(
+    keeper: VersionKeeper, store: MemoryVersions, drafts: ServedDrafts
+) -> None:
+    await keeper.turn()
+    assert not any(_sessions(keeper, drafts, 10))
+    await keeper.turn()
+
+    assert dict(store.calls) == {"read": 2}
+    assert drafts.placement == 0
+
+
+async def test_a_session_counts_for_the_version_that_it_is_given(
+    keeper: VersionKeeper, store: MemoryVersions, drafts: ServedDrafts
+) -> None:
+    await _begin(store, keeper)
+    given = _sessions(keeper, drafts, 400)
+    await keeper.turn()
+
+    assert store.sums["new"].sessions == sum(given)
+    assert store.sums[""].sessions == 400 - sum(given)
+    assert sum(given) / 400 == pytest.approx(SHARE, abs=4 * (0.21 / 400) ** 0.5)
+
+
+async def test_the_counts_of_a_session_are_those_of_its_rounds() -> None:
+    reported: list[VersionCounts] = []
+    draft = DraftSession(ServedDrafts())
+    tally = SessionTally(draft, reported.append)
+    draft.failures = 2
+    tally.add(_round(accepted=1, reads_prompt=True))
+    tally.add(_round(accepted=3, local=2))
+    tally.stop(SpeculationStats(proposals=5))
+
+    [counts] = reported
+    assert counts == session_counts(
+        output_tokens=6,
+        accepted=2,
+        proposals=5,
+        failures=2,
+        round_ns=10_000_000,
+        plain_ns=counts.plain_ns,
+        draft_compute_ns=1_000_000,
+    )
+    assert counts.plain_ns > counts.round_ns
+
+
+async def test_a_session_without_a_round_counts_for_nothing() -> None:
+    SessionTally(DraftSession(ServedDrafts()), lambda _: pytest.fail("counted")).stop(SpeculationStats())
+
+
+async def test_no_session_counts_while_no_draft_of_the_canary_is_there(
+    keeper: VersionKeeper, store: MemoryVersions, drafts: ServedDrafts
+) -> None:
+    await _begin(store, keeper)
+    drafts.served.clear()
+    assert any(_sessions(keeper, drafts, 20))
+    await keeper.turn()
+    assert not store.sums
+
+    drafts.served.add("new")
+    _sessions(keeper, drafts, 20)
+    await keeper.turn()
+    assert sum(counts.sessions for counts in store.sums.values()) == 20
+
+
+async def test_counts_wait_for_a_store_that_is_away(
+    keeper: VersionKeeper, store: MemoryVersions, drafts: ServedDrafts
+) -> None:
+    await _begin(store, keeper)
+    split = store.state.split
+    store.is_away = True
+    with capture_logs() as logs:
+        for _ in range(3):
+            _sessions(keeper, drafts, 10)
+            await keeper.turn()
+    assert [line["event"] for line in logs] == ["versions of drafts unavailable; the split stays"]
+    assert keeper.state.split == split
+
+    store.is_away = False
+    await keeper.turn()
+    await keeper.turn()
+    assert sum(counts.sessions for counts in store.sums.values()) == 30
+
+
+async def test_counts_that_wait_for_an_earlier_trial_are_dropped(
+    keeper: VersionKeeper, store: MemoryVersions, drafts: ServedDrafts
+) -> None:
+    await _begin(store, keeper)
+    _sessions(keeper, drafts, 30)
+    await _begin(store, keeper)
+
+    assert not store.sums
+
+
+async def test_the_last_counts_are_given_at_the_end(
+    keeper: VersionKeeper, store: MemoryVersions, drafts: ServedDrafts
+) -> None:
+    await _begin(store)
+    await keeper.start()
+    _sessions(keeper, drafts, 10)
+    await keeper.close()
+
+    assert sum(counts.sessions for counts in store.sums.values()) == 10
+
+
+@pytest.mark.parametrize(
+    ("gain", "kind", "split", "counted"),
+    [
+        (0.8, "promote", Split(stable="new"), "promoted"),
+        (0.1, "roll_back", Split(drained=frozenset({"new"})), "rolled_back"),
+    ],
+)
+async def test_one_of_many_gateways_decides(
+    store: MemoryVersions, gain: float, kind: str, split: Split, counted: str
+) -> None:
+    registries = [Registry(GATEWAY) for _ in range(5)]
+    keepers = [
+        VersionKeeper(store, ServedDrafts(), metrics=VersionMetrics(registry)) for registry in registries
+    ]
+    await _begin(store, *keepers)
+    chance = random.Random(3)
+    store.sums = {"": sessions(chance, 200), "new": sessions(chance, 50, gain=gain)}
+    with capture_logs() as logs:
+        await asyncio.gather(*(keeper.turn() for keeper in keepers))
+        for keeper in keepers:
+            await keeper.turn()
+
+    assert [event.kind for event in store.events] == ["try", kind]
+    assert all(keeper.state.split == split for keeper in keepers)
+    assert store.events[-1].author == "rule"
+    assert "gain" in store.events[-1].reason
+    decisions = [line for line in logs if line["event"].startswith("draft ")]
+    assert [line["event"] for line in decisions] == ["draft " + counted.replace("_", " ")]
+    assert decisions[0]["reason"] == store.events[-1].reason
+    assert sum(number(registry, catalogue.DRAFT_VERSION_DECISIONS, counted) for registry in registries) == 1
+
+
+class DrainedMeanwhile(MemoryVersions):
+    """A person drains the canary between a keeper's look and its change."""
+
+    async def counts(self, of: Collection[str]) -> dict[str, VersionCounts]:
+        if self.sums:
+            await self.change(self.state.epoch, *versions.drain(self.state, "new", author="ann"))
+        return await super().counts(of)
+
+
+async def test_a_decision_loses_against_a_change_by_people() -> None:
+    store = DrainedMeanwhile()
+    keeper = VersionKeeper(store, ServedDrafts())
+    await _begin(store, keeper)
+    chance = random.Random(3)
+    store.sums = {"": sessions(chance, 200), "new": sessions(chance, 50, gain=0.9)}
+    await keeper.turn()
+    await keeper.turn()
+
+    assert store.refused == 1
+    assert [event.kind for event in store.events] == ["try", "drain"]
+    assert keeper.state.split == Split(drained=frozenset({"new"}))
+
+
+async def test_a_setting_begins_one_trial(store: MemoryVersions) -> None:
+    keepers = [VersionKeeper(store, ServedDrafts(), ("new", 0.05)) for _ in range(3)]
+    await asyncio.gather(*(keeper.turn() for keeper in keepers))
+    for keeper in keepers:
+        await keeper.turn()
+
+    assert [(event.kind, event.version, event.author) for event in store.events] == [
+        ("try", "new", "draft_split")
+    ]
+    assert all(keeper.state.split == Split(canary="new", share=0.05) for keeper in keepers)
+
+
+async def test_a_setting_begins_no_trial_of_a_version_that_was_decided(store: MemoryVersions) -> None:
+    await store.change(0, *versions.drain(store.state, "new"))
+    keeper = VersionKeeper(store, ServedDrafts(), ("new", 0.05))
+    for _ in range(2):
+        await keeper.turn()
+
+    assert [event.kind for event in store.events] == ["drain"]
+
+
+async def test_gateways_of_other_settings_wait_for_one_another(store: MemoryVersions) -> None:
+    one = VersionKeeper(store, ServedDrafts(), ("new", 0.05))
+    other = VersionKeeper(store, ServedDrafts(), ("newer", 0.2))
+    for keeper in (one, other, one, other):
+        await keeper.turn()
+    assert [event.version for event in store.events] == ["new"]
+
+    await store.change(store.state.epoch, *versions.roll_back(store.state))
+    for keeper in (one, other, one, other):
+        await keeper.turn()
+    assert [(event.kind, event.version) for event in store.events] == [
+        ("try", "new"),
+        ("roll_back", "new"),
+        ("try", "newer"),
+    ]
