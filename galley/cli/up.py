@@ -190,6 +190,14 @@ def up(  # noqa: PLR0913  # one parameter a flag
         ),
     ] = None,
     drafts: Annotated[int, typer.Option(min=1, help="Number of draft replicas.")] = 1,
+    max_load_mib: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Largest draft, in MiB, that `galley drafts load` may put into the drafts while they run. "
+            "0: none.",
+        ),
+    ] = 0,
     grpc_port: Annotated[
         int | None,
         typer.Option(
@@ -319,6 +327,8 @@ serve = _as_serve()
 def stack_options(*, strategy: str | None, **options: Any) -> StackOptions:
     """Return a stack's options (None: its default strategy). Raises BadParameter, or Exit from `require`."""
     chosen = StackOptions(strategies=(strategy,) if strategy else (), **options)
+    if chosen.max_load_mib and draft_model_of(chosen) is None:
+        raise typer.BadParameter("requires a draft model (--draft-model)", param_hint="--max-load-mib")
     if strategy in {names.MODEL, names.FEATURES, names.HYBRID} and draft_model_of(chosen) is None:
         problem = f"must be ngram or none without a draft model (--draft-model), got {strategy}"
         raise typer.BadParameter(problem, param_hint="--strategy")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from pathlib import Path
@@ -28,14 +27,6 @@ PIECE_BYTES = 512 * 1024
 
 _VERSION_BYTES = 8
 _DECIDING = (CONFIG, "*.safetensors")
-_VERSION = re.compile(r"[A-Za-z0-9._-]{1,64}")
-
-
-def check_version(version: str) -> str:
-    """Return `version`. Raise ValueError unless it can name one."""
-    if not _VERSION.fullmatch(version):
-        raise ValueError(f"must be 1 to 64 letters, digits and . _ -, got {version!r}")
-    return version
 
 
 def draft_version(directory: Path) -> str:

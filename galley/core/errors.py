@@ -31,10 +31,10 @@ class InvalidField(CallerFault):
 
 
 class Unimplemented(CallerFault):
-    """A field is part of the wire format but not served yet: UNIMPLEMENTED."""
+    """A field or call is part of the wire format but not served here: UNIMPLEMENTED."""
 
-    def __init__(self, field: str) -> None:
-        super().__init__(f"{field}: not implemented yet")
+    def __init__(self, field: str, problem: str = "not implemented yet") -> None:
+        super().__init__(f"{field}: {problem}")
         self.field = field
 
 

@@ -59,7 +59,8 @@ def _first_layer(config: Any) -> _Reached | None:
         try:
             module(input_ids=tokens, position_ids=tokens, use_cache=False)
         except _Reached as reached:
-            return reached
+            # Its frames would keep all that is loaded alive.
+            return reached.with_traceback(None)
     return None
 
 

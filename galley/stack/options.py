@@ -39,6 +39,8 @@ class StackOptions:
     vllm_args: str = ""
     target_python: str = sys.executable
     drafts: int = 1
+    # Largest draft that the drafts accept in place of their own while they run; 0: none.
+    max_load_mib: int = 0
     # Serve the metrics of each service, at a port that the system chooses.
     metrics: bool = False
     # The port of the first gateway; 0: any free one.

@@ -196,6 +196,8 @@ def _draft(name: str, options: StackOptions) -> PartSpec:
             args += ["--target-model", facts["model"]["line"]]
         else:
             args += ["--tokenizer", facts["model"]["line"]]
+        if options.max_load_mib:
+            args += ["--max-load-mib", str(options.max_load_mib)]
         if registers:
             args += _store(facts, options)
         return python_module("services.draft", *args, *options.extra_args.get("draft", ()))

@@ -24,8 +24,10 @@ from services.draft.answers.log import ANY_VOCABULARY, AnswerLog
 from services.draft.answers.mailbox import SharedAnswers
 from services.draft.loading import draft_grammars, load_strategies
 from services.draft.loop import DraftLoop
+from services.draft.replacement import DraftReplacement
 from services.draft.servicer import DraftService
 from services.draft.settings import DraftSettings
+from services.draft.strategies.ngram import Lookups
 
 _DESCRIPTION = (
     "A Galley draft: proposes the next tokens of many sessions at once, by a cheap model or by none."
@@ -40,7 +42,8 @@ def build(settings: DraftSettings) -> Callable[[grpc.aio.Server, Parts], Awaitab
         if settings.model is not None:
             parts.readiness.stage("loading model", detail=settings.model)
         shared = SharedAnswers() if settings.shares_answers else None
-        strategies, info = await in_passing_thread(load_strategies, settings, shared)
+        lookups = Lookups(shared)
+        strategies, info = await in_passing_thread(load_strategies, settings, lookups)
         spans = parts.telemetry.scope(__name__)
         loop = DraftLoop(
             strategies,
@@ -55,7 +58,8 @@ def build(settings: DraftSettings) -> Callable[[grpc.aio.Server, Parts], Awaitab
         exchange = None
         if shared is not None:
             exchange = AnswerExchange(_log(settings, info, grammars), shared, loop.wake)
-        service = DraftService(loop, info, spans, exchange, grammars)
+        replacement = DraftReplacement(settings, lookups, loop, info)
+        service = DraftService(loop, info, spans, exchange, grammars, replacement)
         rpc.add_DraftServicer_to_server(service, server)
         address = settings.advertise or parts.address
         return registered(service, settings, DRAFT_POOL, lambda: service.lease(address))

@@ -93,8 +93,8 @@ class Background(Protocol):
 class _Request:
     """A request until its response. `hash` is that of the tokens before its proposal.
 
-    The worker sets `ready`, the proposal so far, after each step, and `outcome` at the end. `used` is the
-    size of an early response.
+    It ends with the `strategy` that it was opened with. The worker sets `ready`, the proposal so far, after
+    each step, and `outcome` at the end. `used` is the size of an early response.
     """
 
     job: ProposeJob
@@ -102,6 +102,7 @@ class _Request:
     submitted_ns: int
     span: LightSpan | None
     hash: bytes = b""
+    strategy: Strategy | None = None
     ready: Proposed | None = None
     outcome: ProposeOutcome | None = None
     started: bool = False
@@ -195,6 +196,10 @@ class DraftLoop:
         self._idle.clear()
         self._changed.set()
         return request.future
+
+    def exchange(self, strategies: Mapping[str, Strategy]) -> None:
+        """Have the requests that are opened from now on use `strategies` in place of those of their names."""
+        self._strategies = {**self._strategies, **strategies}
 
     def wake(self) -> None:
         """Look for work in the background now."""
@@ -328,6 +333,7 @@ class DraftLoop:
         session.confirmed = sent.position - job.ahead
         session.states = session.states.joined(job.states)
         request.hash = prefix_hash(session.tokens)
+        request.strategy = self._strategies[job.strategy]
         self._proposals[request] = Proposal(DraftJob(sent, session, k, job.workload, job.grammar, job.width))
         self._by_session[sent.key] = request
         return before
@@ -336,12 +342,14 @@ class DraftLoop:
         self, requests: Sequence[_Request], work: Callable[[Strategy, Sequence[_Request]], None]
     ) -> None:
         """Run `work` by strategy, and conclude; a failure concerns the requests of its strategy only."""
-        by_strategy: dict[str, list[_Request]] = defaultdict(list)
+        by_strategy: dict[Strategy, list[_Request]] = defaultdict(list)
         for request in requests:
-            by_strategy[request.job.strategy].append(request)
-        for name, mine in by_strategy.items():
+            if request.strategy is not None:
+                by_strategy[request.strategy].append(request)
+        for strategy, mine in by_strategy.items():
+            name = mine[0].job.strategy
             try:
-                work(self._strategies[name], mine)
+                work(strategy, mine)
             except BaseException as error:  # noqa: BLE001  # a strategy is a plug-in: whatever it does stays here
                 log_internal(error, strategy=name)
                 for request in mine:

@@ -29,6 +29,7 @@ from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.draft.answers.exchange import AnswerExchange
 from services.draft.answers.log import ANY_VOCABULARY
 from services.draft.loop import Done, DraftLoop, Proposed, ProposeJob
+from services.draft.replacement import DraftReplacement
 
 # A draft without a model accepts every token id (`ANY_VOCABULARY`) and length of the wire.
 _ANY_LENGTH = 2**32
@@ -47,16 +48,18 @@ class DraftService(rpc.DraftServicer):
         spans: SpanScope | None,
         exchange: AnswerExchange | None = None,
         grammars: ReplicaGrammars | None = None,
+        replacement: DraftReplacement | None = None,
     ) -> None:
         """Serve `loop`; `info` describes it, and gets an incarnation that identifies this process.
 
         `exchange`, if given, is closed with the service. Without `grammars`, proposals may have tokens that a
-        session's grammar does not allow.
+        session's grammar does not allow. Without a `replacement`, the weights stay.
         """
         info.incarnation = secrets.token_hex(8)
         self._info = info
         self._spans = spans
         self._grammars = grammars
+        self._replacement = replacement
         self._recent = RecentKeys()
         self._loop = loop
         self._exchange = exchange
@@ -89,10 +92,13 @@ class DraftService(rpc.DraftServicer):
 
     async def LoadDraft(
         self,
-        request_iterator: AsyncIterator[pb.LoadDraftRequest],  # noqa: ARG002
+        request_iterator: AsyncIterator[pb.LoadDraftRequest],
         context: Any,  # noqa: ARG002
     ) -> pb.LoadDraftResponse:
-        raise Unimplemented("draft")
+        """Replace the weights by those that are sent."""
+        if self._replacement is None:
+            raise Unimplemented("LoadDraft")
+        return pb.LoadDraftResponse(version=await self._replacement.load(request_iterator))
 
     def lease(self, address: str) -> DraftLease:
         sessions = self._recent.count(time.monotonic_ns())

@@ -8,9 +8,11 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from galley.common.config.settings import settings_config
-from galley.common.draft_loading import check_version
 from galley.common.models.files import DEFAULT_MODEL
 from galley.common.registry.registration import ReplicaSettings
+from galley.core.versions.state import check_version
+
+_MIB = 1 << 20
 
 
 def _check_version(version: str) -> str:
@@ -72,6 +74,17 @@ class DraftSettings(ReplicaSettings):
         description="Name of the version of this draft, by which sessions are split between drafts: letters, "
         "digits and . _ -. Empty: the digest of its weights.",
     )
+    max_load_mib: int = Field(
+        default=0,
+        ge=0,
+        le=65536,
+        description="Largest trained draft that this replica accepts in place of its own while it runs, in "
+        "MiB. Until it serves, both are in memory, and its files in the temporary directory. 0 accepts none.",
+    )
+
+    @property
+    def max_load_bytes(self) -> int:
+        return self.max_load_mib * _MIB
 
     @property
     def shares_answers(self) -> bool:
@@ -81,6 +94,8 @@ class DraftSettings(ReplicaSettings):
     def _fits_together(self) -> Self:
         if self.default_strategy in ("model", "features", "hybrid") and self.model is None:
             raise ValueError(f"--default-strategy: must not be {self.default_strategy} without --model")
+        if self.max_load_mib and self.model is None:
+            raise ValueError("--max-load-mib: requires --model")
         if self.default_strategy == "oracle" and self.oracle_answers is None:
             raise ValueError("--default-strategy: must not be oracle without --oracle-answers")
         return self

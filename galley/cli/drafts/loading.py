@@ -11,6 +11,7 @@ import typer
 from galley.cli.drafts.flags import Deployment
 from galley.cli.flags import say
 from galley.common.printable import one_line
+from galley.core.versions.state import check_version
 
 if TYPE_CHECKING:
     from galley.common.tls.channels import ChannelTls
@@ -32,7 +33,7 @@ async def load(
 
     Return True if all took it. Raise ValueError if there is none, and GalleyError for a bad directory.
     """
-    from galley.common.draft_loading import check_version, draft_version  # noqa: PLC0415
+    from galley.common.draft_loading import draft_version  # noqa: PLC0415
     from galley.common.registry.leases import DRAFT_POOL  # noqa: PLC0415
     from galley.core.routing.loading import replicas_for_load  # noqa: PLC0415
 

@@ -412,6 +412,16 @@ def test_draft_model_and_strategy(options: StackOptions, model: str | None, stra
         assert set(parts["draft"].after) == {"model", "draft-model"}
 
 
+def test_drafts_accept_others_in_place_of_their_own() -> None:
+    parts = parts_of(StackOptions(drafts=2, max_load_mib=64))
+    for name in ("draft", "draft-2"):
+        command = list(parts[name].command(FACTS))
+        read = parse_settings(DraftSettings, command[command.index("services.draft") + 1 :], "draft", "")
+        assert read.max_load_bytes == 64 << 20
+        assert read.redis_url.get_secret_value()
+    assert "--max-load-mib" not in command_of(parts_of(StackOptions())["draft"])
+
+
 @pytest.mark.parametrize(("role", "count"), [("target", 3), ("draft", 2)])
 def test_several_replicas_register_in_the_store(role: str, count: int) -> None:
     counts = {"replicas" if role == "target" else "drafts": count}

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from galley.common.server.server import start_server
+from galley.common.server.server import RunningServer, start_server
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.draft.__main__ import build
 from services.draft.settings import DraftSettings
@@ -16,10 +16,18 @@ from services.draft.settings import DraftSettings
 
 @asynccontextmanager
 async def drafting(**given: Any) -> AsyncIterator[rpc.DraftAsyncStub]:
+    async with (
+        draft_server(**given) as running,
+        grpc.aio.insecure_channel(running.address) as channel,
+    ):
+        yield rpc.DraftStub(channel)
+
+
+@asynccontextmanager
+async def draft_server(**given: Any) -> AsyncIterator[RunningServer]:
     settings = DraftSettings(**{"max_draft_tokens": 8, "drain_timeout_s": 5} | given)
     running = await start_server(settings, build(settings))
     try:
-        async with grpc.aio.insecure_channel(running.address) as channel:
-            yield rpc.DraftStub(channel)
+        yield running
     finally:
         await running.stop()

@@ -1,0 +1,111 @@
+"""Replace the weights of a running draft (docs/decisions/074-swap-weights-between-steps.md).
+
+The present weights serve until the new ones are loaded and have proposed once. Then requests that begin use
+the new ones, and those that are open end with the ones that they began with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from galley.common.logs import get_logger
+from galley.common.server.process import in_passing_thread
+from galley.core.errors import (
+    CallerFault,
+    GalleyError,
+    InvalidField,
+    OutOfMemory,
+    Overloaded,
+    Unavailable,
+    Unimplemented,
+)
+from galley.pb.galley.v1 import galley_pb2 as pb
+from services.draft.loading import load_replacement
+from services.draft.loop import DraftLoop
+from services.draft.settings import DraftSettings
+from services.draft.strategies.base import Strategy
+from services.draft.strategies.ngram import Lookups
+from services.draft.upload import receive_draft
+
+T = TypeVar("T")
+
+_LOG = get_logger(__name__)
+_RETRY_AFTER_S = 10.0
+
+
+class DraftReplacement:
+    """Load trained drafts into `loop`, one at a time, and name the version that serves in `info`."""
+
+    def __init__(
+        self, settings: DraftSettings, lookups: Lookups, loop: DraftLoop, info: pb.GetDraftInfoResponse
+    ) -> None:
+        self._settings = settings
+        self._lookups = lookups
+        self._loop = loop
+        self._info = info
+        self._one_at_a_time = asyncio.Lock()
+
+    async def load(self, requests: AsyncIterator[pb.LoadDraftRequest]) -> str:
+        """Replace the weights by the draft of `requests`; return its version.
+
+        A call that raises, or is cancelled, changes nothing. Raise Unimplemented, Overloaded, Unavailable,
+        InvalidField, and DeadlinePassed.
+        """
+        if not self._info.max_load_bytes:
+            raise Unimplemented("LoadDraft", "must be allowed by --max-load-mib")
+        if self._loop.draining.is_set():
+            raise Unavailable("the replica is draining")
+        if self._one_at_a_time.locked():
+            raise Overloaded("another draft is being loaded", _RETRY_AFTER_S)
+        async with self._one_at_a_time:
+            directory = Path(tempfile.mkdtemp(prefix="galley-draft-"))
+            try:
+                version = await receive_draft(requests, directory, self._info.max_load_bytes)
+                strategies = await self._loaded(directory)
+            finally:
+                # Not awaited: the call may have been cancelled, and may be again.
+                shutil.rmtree(directory, ignore_errors=True)
+            self._loop.exchange(strategies)
+            previous, self._info.version = self._info.version, version
+        _LOG.info("draft weights replaced", version=version, previous=previous)
+        return version
+
+    async def _loaded(self, directory: Path) -> Mapping[str, Strategy]:
+        loading = asyncio.ensure_future(in_passing_thread(self._load_and_remove, directory))
+        try:
+            return await _result_of_thread(loading)
+        except OutOfMemory as error:
+            raise Overloaded(_problem(error, directory), _RETRY_AFTER_S) from error
+        except CallerFault as error:
+            raise InvalidField("draft", _problem(error, directory)) from error
+
+    def _load_and_remove(self, directory: Path) -> Mapping[str, Strategy]:
+        try:
+            return load_replacement(self._settings, directory, self._info, self._lookups)
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+async def _result_of_thread(loading: asyncio.Task[T]) -> T:
+    """Return the result; if this call is cancelled, end no earlier than the thread, which goes on."""
+    cancelled: asyncio.CancelledError | None = None
+    while not loading.done():
+        try:
+            await asyncio.wait({loading})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        loading.exception()  # it is of no interest any more
+        raise cancelled
+    return loading.result()
+
+
+def _problem(error: GalleyError, directory: Path) -> str:
+    """Return the message without the directory, which is gone and was never the caller's."""
+    named = str(error).replace(f"{directory}/", "").replace(f"{directory}: ", "")
+    return named.replace(str(directory), "the draft").replace(directory.name, "the draft")

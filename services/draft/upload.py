@@ -1,0 +1,109 @@
+"""Receive the files of a draft: their names, sizes and digests are checked before anything reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import IO
+
+from galley.common.draft_loading import (
+    CONFIG,
+    DIGEST_BYTES,
+    DRAFT_FILES,
+    version_of,
+)
+from galley.core.errors import DeadlinePassed, InvalidField
+from galley.core.versions.state import check_version
+from galley.pb.galley.v1 import galley_pb2 as pb
+
+# A silent or slow caller must not keep others from loading.
+_PATIENCE_S = 20.0
+_LEAST_BYTES_PER_S = 1 << 20
+# It is parsed at once, and meanwhile no other thread runs.
+_MAX_CONFIG_BYTES = 1 << 20
+
+
+async def receive_draft(requests: AsyncIterator[pb.LoadDraftRequest], directory: Path, max_bytes: int) -> str:
+    """Write the files of a draft of at most `max_bytes` into `directory`; return its version.
+
+    Raise InvalidField, or DeadlinePassed if they come too slowly.
+    """
+    try:
+        async with asyncio.timeout(_PATIENCE_S) as limit:
+            first = await anext(requests, pb.LoadDraftRequest())
+            draft = _checked(first, max_bytes)
+            allowed_s = _PATIENCE_S + _total(draft) / _LEAST_BYTES_PER_S
+            limit.reschedule(asyncio.get_running_loop().time() + allowed_s)
+            await _receive(draft, _pieces(requests), directory)
+    except TimeoutError:
+        raise DeadlinePassed("the draft did not arrive in time") from None
+    return draft.version or version_of((file.name, file.digest) for file in draft.files)
+
+
+def _checked(first: pb.LoadDraftRequest, max_bytes: int) -> pb.DraftFiles:
+    """Return the description of a draft. Raise InvalidField."""
+    if first.WhichOneof("part") != "draft":
+        raise InvalidField("draft", "must be in the first message")
+    draft = first.draft
+    if draft.version:
+        try:
+            check_version(draft.version)
+        except ValueError as error:
+            raise InvalidField("draft.version", str(error)) from None
+    if sorted(file.name for file in draft.files) != sorted(DRAFT_FILES):
+        raise InvalidField("draft.files", f"must be {' and '.join(DRAFT_FILES)}")
+    for file in draft.files:
+        most = _MAX_CONFIG_BYTES if file.name == CONFIG else max_bytes
+        if not 1 <= file.size <= most:
+            raise InvalidField("draft.files", f"{file.name}: must be 1 to {most} bytes, got {file.size}")
+        if len(file.digest) != DIGEST_BYTES:
+            problem = f"{file.name}: digest must be {DIGEST_BYTES} bytes, got {len(file.digest)}"
+            raise InvalidField("draft.files", problem)
+    if _total(draft) > max_bytes:
+        raise InvalidField(
+            "draft.files", f"must be at most {max_bytes} bytes (--max-load-mib), got {_total(draft)}"
+        )
+    return draft
+
+
+def _total(draft: pb.DraftFiles) -> int:
+    return sum(file.size for file in draft.files)
+
+
+async def _pieces(requests: AsyncIterator[pb.LoadDraftRequest]) -> AsyncIterator[bytes]:
+    async for request in requests:
+        if not request.data:
+            raise InvalidField("data", "must be bytes of the draft's files, got none")
+        yield request.data
+
+
+async def _receive(draft: pb.DraftFiles, pieces: AsyncIterator[bytes], directory: Path) -> None:
+    rest = b""
+    for file in draft.files:
+        rest = await _receive_file(file, rest, pieces, directory / file.name)
+    if rest or await anext(pieces, b""):
+        raise InvalidField("data", "must end with the last file")
+
+
+async def _receive_file(file: pb.DraftFile, rest: bytes, pieces: AsyncIterator[bytes], path: Path) -> bytes:
+    """Write a file that begins with `rest`; return the bytes that came after it. Raise InvalidField."""
+    digest, left = hashlib.blake2b(digest_size=DIGEST_BYTES), file.size
+    with path.open("xb") as written:
+        while left:
+            piece = rest or await anext(pieces, b"")
+            if not piece:
+                problem = f"{file.name}: must be {file.size} bytes, got {file.size - left}"
+                raise InvalidField("data", problem)
+            piece, rest = piece[:left], piece[left:]
+            left -= len(piece)
+            await asyncio.to_thread(_write, written, digest, piece)
+    if digest.digest() != file.digest:
+        raise InvalidField("data", f"{file.name}: must have the digest that was announced")
+    return rest
+
+
+def _write(written: IO[bytes], digest: hashlib.blake2b, piece: bytes) -> None:
+    written.write(piece)
+    digest.update(piece)
