@@ -163,6 +163,8 @@ class FakeTarget(Replica, rpc.TargetServicer):
         self.extensions: list[pb.Extension] = []
         self.preemptions_left = 0
         self.kv_blocks_total = 0
+        self.queue_depth = 0
+        self.described = 0
         self.confirmed: Counter[str] = Counter()
         self.spoil: Callable[[pb.VerifyResult], None] = lambda _: None
         self.truth: Callable[[pb.SessionSlice], NextToken] = lambda _: true_next
@@ -172,6 +174,8 @@ class FakeTarget(Replica, rpc.TargetServicer):
 
     async def GetTargetInfo(self, request: pb.GetTargetInfoRequest, context: Any) -> pb.GetTargetInfoResponse:
         await self.info_gate.enter()
+        self.described += 1
+        self.watch.changed()
         return pb.GetTargetInfoResponse(
             model=self.model,
             weights_digest=self.weights_digest,
@@ -188,6 +192,7 @@ class FakeTarget(Replica, rpc.TargetServicer):
             kv_block_tokens=32,
             kv_blocks_total=self.kv_blocks_total,
             kv_blocks_free=self.kv_blocks_total // 4,
+            queue_depth=self.queue_depth,
             row_costs=[pb.RowCost(rows=rows, ns=ns) for rows, ns in self.row_costs],
             lora_adapters=self.lora_adapters,
             grammar_kinds=self.grammar_kinds,

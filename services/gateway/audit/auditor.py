@@ -151,7 +151,7 @@ class Auditor:
         self._is_closed = False
         self._counts: tuple[int, AuditCounts] | None = None
         if tools.metrics is not None:
-            tools.metrics.observe_waiting(lambda: len(self._waiting))
+            tools.metrics.observe_waiting(lambda: len(self._waiting) + (self._working is not None))
 
     # --------------------------------------------------------------------------------- by hand --
 

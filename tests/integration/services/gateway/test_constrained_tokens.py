@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from galley.client.options import Speculation
 from galley.engine.model import CausalModel
 from tests.fakes.redis_servers import Server
-from tests.fakes.tiny_model import STOP, VOCAB
+from tests.fakes.tiny_model import STOP
 from tests.fakes.world import Received, receive
 from tests.integration.services.gateway.real import Real, paged
 from tests.integration.services.target.conftest import Servable, StubVllm
@@ -30,22 +27,6 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 def vllm(model: CausalModel) -> Servable:
     return StubVllm(model)
-
-
-@pytest.fixture(scope="module")
-def spelling(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with a tokenizer whose tokens are the bytes of ASCII, but for the end token."""
-    directory = Path(shutil.copytree(tiny, tmp_path_factory.mktemp("spelling") / "model"))
-    printable = range(33, 127)
-    letters = [chr(byte if byte in printable else 256 + min(byte, 33)) for byte in range(VOCAB)]
-    letters[STOP] = "<end>"
-    fast = Tokenizer(models.BPE({letter: token for token, letter in enumerate(letters)}, []))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
-    fast.add_special_tokens(["<end>"])
-    fast.save(str(directory / "tokenizer.json"))
-    assert json.loads((directory / "tokenizer.json").read_text())["added_tokens"][0]["id"] == STOP
-    return directory
 
 
 def constrained(it: Real, sampling: dict[str, Any], **options: Any) -> Any:

@@ -1,0 +1,187 @@
+"""Audits that a gateway makes by itself: of which sessions, when, at what cost. The target is a fake one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+
+from galley.common.metrics import catalogue
+from services.gateway.audit import auditor
+from services.gateway.audit import records as stored
+from services.gateway.audit.auditor import is_drawn
+from services.gateway.audit.records import AuditRecords
+from services.gateway.audit.verification import LOWEST_PRIORITY
+from tests.fakes.changed_logs import change
+from tests.fakes.redis_servers import Server
+from tests.fakes.replicas import PASS_NS
+from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.world import MAX_TOKENS, Gateway, World, receive
+from tests.integration.services.gateway.test_metrics import Counted, counted
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let audits look for idle targets often, and take nearly all of their time."""
+    monkeypatch.setattr(auditor, "_LOOK_S", 0.01)
+    monkeypatch.setattr(auditor, "_LONGEST_REST_S", 0.01)
+    monkeypatch.setattr(stored, "MOST_SHARE", 0.9)
+
+
+@pytest.fixture
+async def records(world: World) -> AsyncIterator[AuditRecords]:
+    records = AuditRecords(world.redis_url, world.id)
+    yield records
+    await records.close()
+
+
+async def auditing(world: World, ratio: float = 1.0) -> Counted:
+    """Return a gateway, of the world's own pool, that audits by itself."""
+    return await counted(world, pool=world.id, audit_ratio=ratio, draft="none")
+
+
+def audits(world: World) -> list[Any]:
+    return [call for call in world.target.calls if call.slice.session_id.startswith("audit-")]
+
+
+async def finish(gateway: Gateway, **options: Any) -> str:
+    stream = gateway.generate(**options)
+    await receive(stream)
+    return stream.session_id
+
+
+async def audited(records: AuditRecords, sessions: int) -> None:
+    """Wait until so many sessions were audited."""
+    async with asyncio.timeout(PATIENCE_S):
+        while (await records.counts()).sessions < sessions:
+            pass
+
+
+async def done(it: Counted) -> None:
+    """Wait until no session waits for its audit."""
+    async with asyncio.timeout(PATIENCE_S):
+        while it.number(catalogue.AUDIT_WAITING):
+            await it.gateway.client.model_info()
+
+
+async def test_finished_sessions_are_audited_at_the_lowest_priority(
+    world: World, records: AuditRecords
+) -> None:
+    it = await auditing(world)
+    session_id = await finish(it.gateway, priority=3)
+    await audited(records, 1)
+    counts = await records.counts()
+    assert (counts.tokens, counts.differing, counts.damaged) == (MAX_TOKENS, 0, 0)
+    [salt] = {call.slice.tenant_salt for call in audits(world)}
+    [served] = {call.slice.tenant_salt for call in world.target.calls if call.slice.session_id == session_id}
+    assert salt != served
+    assert {call.slice.priority for call in audits(world)} == {LOWEST_PRIORITY}
+    assert {len(call.draft_tokens) for call in audits(world)} != {16}
+    assert it.number(catalogue.AUDIT_TOKENS, "deterministic", "same") == MAX_TOKENS
+    assert it.number(catalogue.AUDIT_TIME) == pytest.approx(len(audits(world)) * PASS_NS / 1e9)
+
+
+async def test_a_session_that_opts_out_is_not_audited(world: World, records: AuditRecords) -> None:
+    it = await auditing(world)
+    await finish(it.gateway, no_audit=True)
+    await finish(it.gateway)
+    await audited(records, 1)
+    await done(it)
+    assert len({call.slice.session_id for call in audits(world)}) == 1
+
+
+async def test_the_share_of_sessions_is_the_ratio() -> None:
+    ids = [f"{number:032x}" for number in range(20_000)]
+    drawn = [session_id for session_id in ids if is_drawn(session_id, 0.01)]
+    assert 150 < len(drawn) < 250
+    assert not any(is_drawn(session_id, 0.0) for session_id in ids)
+    assert all(is_drawn(session_id, 1.0) for session_id in ids)
+
+
+async def test_a_busy_target_computes_no_audit(world: World, records: AuditRecords) -> None:
+    """Its requests may be those of another gateway."""
+    it = await auditing(world)
+    world.target.queue_depth = 1
+    await finish(it.gateway)
+    looks = world.target.described
+    await world.target.watch.until(lambda: world.target.described >= looks + 3)
+    assert not audits(world)
+    assert it.number(catalogue.AUDIT_WAITING) == 1
+    world.target.queue_depth = 0
+    await audited(records, 1)
+
+
+async def test_a_session_does_not_wait_for_an_audit(world: World, records: AuditRecords) -> None:
+    it = await auditing(world)
+    world.target.gate.close_after(MAX_TOKENS)
+    await finish(it.gateway)
+    await world.target.watch.until(lambda: len(audits(world)) == 1)
+    stream = it.gateway.generate()
+    await world.target.was_cancelled()
+    world.target.gate.permit(MAX_TOKENS)
+    await receive(stream)
+    world.target.gate.open()
+    await audited(records, 2)
+
+
+async def test_a_target_rests_after_an_audit(
+    world: World, records: AuditRecords, shared_store: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It computes for audits a hundredth of the time, whichever gateway audits."""
+    monkeypatch.setattr(stored, "MOST_SHARE", 0.01)
+    it = await auditing(world)
+    await finish(it.gateway)
+    await audited(records, 1)
+    computed_ms = len(audits(world)) * PASS_NS / 1e6
+    async with shared_store.raw() as raw:
+        [key] = [key async for key in raw.scan_iter(f"galley:audit:{{{world.id}}}:turn:*")]
+        rest_ms = await raw.pttl(key)
+    assert 99 * computed_ms / 2 < rest_ms <= 99 * computed_ms + 1
+    assert 0 < await records.begin_turn(world.target.address) <= rest_ms
+    before, looks = len(audits(world)), world.target.described
+    await finish(it.gateway)
+    await world.target.watch.until(lambda: world.target.described >= looks + 3)
+    assert len(audits(world)) == before
+
+
+async def test_a_drain_ends_an_audit_at_once(world: World) -> None:
+    it = await auditing(world)
+    world.target.gate.close_after(MAX_TOKENS)
+    await finish(it.gateway)
+    await world.target.watch.until(lambda: len(audits(world)) == 1)
+    await cast("Any", it.gateway.running.service).drain()
+    await world.target.was_cancelled()
+    await done(it)
+
+
+async def test_a_session_that_is_gone_is_dropped(
+    world: World, records: AuditRecords, shared_store: Server
+) -> None:
+    it = await auditing(world)
+    world.target.queue_depth = 1
+    _, gone, _ = [await finish(it.gateway) for _ in range(3)]
+    async with shared_store.raw() as raw:
+        await change(raw, gone, "the session is gone")
+    world.target.queue_depth = 0
+    await audited(records, 2)
+    await done(it)
+    assert len({call.slice.session_id for call in audits(world)}) == 2
+
+
+async def test_a_damaged_session_is_counted_and_the_next_one_audited(
+    world: World, records: AuditRecords, shared_store: Server
+) -> None:
+    it = await auditing(world)
+    world.target.queue_depth = 1
+    _, damaged, _ = [await finish(it.gateway) for _ in range(3)]
+    async with shared_store.raw() as raw:
+        await change(raw, damaged, "an output token is flipped")
+    world.target.queue_depth = 0
+    await audited(records, 3)
+    counts = await records.counts()
+    assert (counts.damaged, counts.tokens) == (1, 2 * MAX_TOKENS)
+    [incident] = await records.incidents()
+    assert (incident["session_id"], incident["verdict"]) == (damaged, "damaged")
+    world.expect_error("audit found an incident")
