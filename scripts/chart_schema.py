@@ -49,8 +49,9 @@ DECIDED = frozenset(_WIRING | _OWN_VALUES | _ENGINE | _RANKS | _TLS | _PEERS | _
 _OFFERED = {"draft": {"model"}}
 _KEPT_WORDS = ("type", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength")
 _WIDTH = 128
-_COMMON = frozenset({"enabled", "port", "healthPort", "metricsPort", "serviceAccount"})
+_COMMON = frozenset({"canary", "enabled", "port", "healthPort", "metricsPort", "serviceAccount"})
 """Values that all pools of drafts share."""
+_SCALING = frozenset({"autoscaling", "keda"})
 
 
 def settings_of(role: str) -> type[ServiceSettings]:
@@ -98,6 +99,15 @@ def draft_pool(schema: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def draft_canary(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the properties of draft.canary.overrides: those of a pool without name, version and scaling."""
+    pool = draft_pool(schema)
+    own = {name: part for name, part in pool.items() if name not in _SCALING | {"name"}}
+    settings = own["settings"]["properties"]
+    own["settings"] |= {"properties": {name: settings[name] for name in settings if name != "version"}}
+    return own
+
+
 def _part_of(schema: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of what is laid over `value`: nothing is required, and null removes it."""
     known: Any = value
@@ -141,6 +151,8 @@ def main() -> int:
             for name in schema["definitions"]["pod"]["properties"]
         }
     schema["properties"]["drafts"]["items"]["properties"] = draft_pool(schema)
+    canary = schema["properties"]["draft"]["properties"]["canary"]["properties"]
+    canary["overrides"]["properties"] = draft_canary(schema)
     file.write_text(text_of(schema) + "\n", encoding="utf-8")
     return 0
 

@@ -116,6 +116,15 @@ SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
         "lookup": {},
         "none": {"draft": {"enabled": False}},
         "model": {"draft": {"gpus": 1, "settings": {"model": "/models/volume/small"}}},
+        "canary": {
+            "draft": {
+                "canary": {
+                    "enabled": True,
+                    "version": "trained-2",
+                    "overrides": {"gpus": 1, "settings": {"model": "/models/volume/small"}},
+                }
+            }
+        },
         "pools": {
             "drafts": [
                 {"name": "lookup", "replicas": 2},

@@ -19,6 +19,10 @@
 - name: GALLEY_GATEWAY_DRAFT
   value: none
 {{- end }}
+{{- if include "galley.hasCanary" . }}
+- name: GALLEY_GATEWAY_DRAFT_SPLIT
+  value: {{ printf "%s=%v" .Values.draft.canary.version .Values.draft.canary.share | quote }}
+{{- end }}
 {{- with .Values.model }}
 - name: GALLEY_GATEWAY_MODEL
   value: {{ . | quote }}

@@ -11,10 +11,10 @@ after three in a row.
 {{- .root.Values.keda.prometheus.matchers | default (include "galley.releaseMatchers" .root) -}}
 {{- end -}}
 
-{{/* The same for one of several pools of drafts, by the names of its pods. */}}
+{{/* The same for one of several pools of drafts, by the names of its pods; a canary's have one more part. */}}
 {{- define "galley.poolMatchers" -}}
 {{- include "galley.matchers" . -}}
-{{- if .values.name }}, pod=~"{{ include "galley.roleName" . }}-[a-z0-9]+-[a-z0-9]+"{{ end -}}
+{{- if or .values.name (and (eq .role "draft") (include "galley.hasCanary" .root)) }}, pod=~"{{ include "galley.roleName" . }}-[a-z0-9]+-[a-z0-9]+"{{ end -}}
 {{- end -}}
 
 {{/* Open sessions over places. Every gateway exports both; one that drains still counts its own. */}}

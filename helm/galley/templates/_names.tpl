@@ -17,9 +17,9 @@ that is none, or is too long, becomes one with a hash of the whole name, so that
 {{- .Values.fullnameOverride | default $label -}}
 {{- end -}}
 
-{{/* The name of a role's objects. */}}
+{{/* The name of a role's objects; `component` replaces the role in names and labels. */}}
 {{- define "galley.roleName" -}}
-{{- include "galley.name" .root }}-{{ .role }}{{ with .values }}{{ with .name }}-{{ . }}{{ end }}{{ end -}}
+{{- include "galley.name" .root }}-{{ .component | default .role }}{{ with .values }}{{ with .name }}-{{ . }}{{ end }}{{ end -}}
 {{- end -}}
 
 {{/* Selector of every pod of the release. */}}
@@ -30,7 +30,7 @@ app.kubernetes.io/instance: {{ toYaml .Release.Name }}
 
 {{- define "galley.selector" -}}
 {{ include "galley.releaseSelector" .root }}
-app.kubernetes.io/component: {{ .role }}
+app.kubernetes.io/component: {{ .component | default .role }}
 {{- with .values }}
 {{- with .name }}
 galley-pool: {{ . }}

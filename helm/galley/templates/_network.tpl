@@ -18,13 +18,13 @@ metadata:
   {{- include "galley.metadata" . | nindent 2 }}
 {{- end -}}
 
-{{/* Ingress of Prometheus. */}}
+{{/* Ingress of Prometheus, at the port of `.values`, or of the role. */}}
 {{- define "galley.fromPrometheus" -}}
 {{- if ne .root.Values.monitoring.scrape "none" }}
 - from:
     {{- toYaml .root.Values.networkPolicy.prometheus | nindent 4 }}
   ports:
-    - {port: {{ (index .root.Values .role).metricsPort }}, protocol: TCP}
+    - {port: {{ (.values | default (index .root.Values .role)).metricsPort }}, protocol: TCP}
 {{- end }}
 {{- end -}}
 

@@ -55,6 +55,7 @@
 {{- $values := .Values -}}
 {{- $pods := dict "gateway" $values.gateway "draft" $values.draft "target" $values.target -}}
 {{- range $values.drafts -}}{{- $_ := set $pods (printf "drafts[%s]" .name) . -}}{{- end -}}
+{{- with $values.draft.canary -}}{{- $_ := set $pods "draft.canary.overrides" .overrides -}}{{- end -}}
 {{- $pods = merge $pods (dict "target.rayService.head" $values.target.rayService.head "redis.embedded" $values.redis.embedded "test" $values.test) -}}
 {{- if $values.networkPolicy.enabled -}}
 {{- range $name, $pod := $pods -}}
