@@ -6,7 +6,7 @@ from galley.common.metrics import catalogue as of
 from galley.core.names import LOCAL_SOURCES
 from scripts.monitoring.grafana import Dashboard, Panel, Query, Row
 from scripts.monitoring.overview import quantiles
-from scripts.monitoring.queries import gauge, mean, quantile, rate, ratio
+from scripts.monitoring.queries import gauge, largest, mean, quantile, rate, ratio
 
 # As in the alert GalleyAcceptanceCollapse: what a grammar forces and callers predict tells nothing of drafts.
 _OF_DRAFTS = f'strategy!~"{"|".join(LOCAL_SOURCES)}"'
@@ -183,6 +183,41 @@ SPECULATION = Dashboard(
                     "Rows per second that targets computed without confirming a token.",
                     (Query(rate(of.WASTED_VERIFY_TOKENS), "rows"),),
                     unit="suffix: rows/s",
+                ),
+            ),
+        ),
+        Row(
+            "Versions of the draft",
+            (
+                Panel(
+                    "Acceptance by draft version",
+                    "Share of the output tokens that drafts proposed, by the version given to sessions.",
+                    (
+                        Query(
+                            ratio(
+                                rate(of.DRAFT_VERSION_ACCEPTED_TOKENS, "version"),
+                                rate(of.DRAFT_VERSION_OUTPUT_TOKENS, "version"),
+                            ),
+                            "{{version}}",
+                        ),
+                    ),
+                    "percentunit",
+                    max_value=1,
+                    runbooks=("GalleyDraftRolledBack",),
+                ),
+                Panel(
+                    "Sessions by draft version",
+                    "Finished sessions per second, by the version that they were given.",
+                    (Query(rate(of.DRAFT_VERSION_SESSIONS, "version"), "{{version}}"),),
+                    stacked=True,
+                    unit="suffix: sessions/s",
+                ),
+                Panel(
+                    "Share by draft version",
+                    "Share of the sessions that the split in force gives to a version.",
+                    (Query(largest(of.DRAFT_VERSION_SHARE, "version"), "{{version}}"),),
+                    "percentunit",
+                    max_value=1,
                 ),
             ),
         ),

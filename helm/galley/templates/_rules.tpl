@@ -251,6 +251,21 @@ Burn rates of the error budgets and their alerts, as in Google's SRE workbook, c
     {{ include "galley.runbook" (list $ "GalleySpeculationNotPaying") }}
 {{- end }}
 {{- end }}
+{{- $of := printf "namespace, %s" (include "galley.releaseLabel" .) -}}
+{{- with $alerts.GalleyDraftRolledBack }}
+{{- if .enabled }}
+- alert: GalleyDraftRolledBack
+  expr: |
+    sum by ({{ $of }}) (increase(galley_draft_version_decisions_total{decision="rolled_back", {{ $in }}}[{{ .window }}])) > 0
+  {{- include "galley.alertFields" (list $ .) | nindent 2 }}
+  annotations:
+    summary: A version of the draft was rolled back
+    description: >-
+      In the last {{ .window }} gateways ended the trial of a version of the draft and gave all sessions back to the others. It was
+      not better. Output is the same.
+    {{ include "galley.runbook" (list $ "GalleyDraftRolledBack") }}
+{{- end }}
+{{- end }}
 {{- end -}}
 
 {{- define "galley.loadRules" -}}
