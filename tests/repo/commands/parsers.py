@@ -39,6 +39,7 @@ UNPARSED = {
     "kind": "a Go program that no package index here has",
     "minikube": "a Go program that no package index here has",
     "pip": "tests/repo/test_installs.py installs what the pages install",
+    "tar": "it packs files that only the reader has",
     "valkey-cli": "it runs in the store's pod, and no package has its client",
 }
 """Programs whose calls no parser here can check, each with the reason."""

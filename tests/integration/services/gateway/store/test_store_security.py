@@ -9,16 +9,21 @@ from pathlib import Path
 import pytest
 
 from galley.common.redis.calls import Copies
-from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry, draft_lease
+from galley.common.registry.leases import DEFAULT_POOL, DRAFT_POOL, ReplicaRegistry, draft_lease
+from galley.common.registry.spool import LearningSpool, SpooledSession
+from galley.common.registry.trials import DraftVersions
 from galley.common.tls import files as files_module
 from galley.common.tls.files import BadFile
+from galley.core.audit import AuditReport, Verdict
 from galley.core.errors import Broken, GalleyError, StoreUnavailable
 from galley.core.lookup.lookup import AnswerPart, RecentAnswers
 from galley.core.store import CacheLocation, Exchange, KvDirectory, TokenBucket
+from galley.core.versions.counts import session_counts
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.stack.ports import free_ports
 from services.draft.answers.log import AnswerLog
 from services.draft.answers.mailbox import SharedKind
+from services.gateway.audit.records import AuditRecords
 from services.gateway.store.redis import RedisStore
 from tests.fakes.certificates import Authority, mounted
 from tests.fakes.log_lines import logged
@@ -36,7 +41,7 @@ from tests.fakes.redis_servers import BINARIES, REDIS, Server, running
 from tests.integration.services.gateway.store.test_store import ALICE, PROMPT, a_session, store_at
 
 GATEWAY, REPLICA, SENTINEL = "galley-gateway", "galley-replica", "galley-sentinel"
-DRAFT = "galley-draft"
+DRAFT, OPS = "galley-draft", "galley-ops"
 PASSWORD = "change-me"
 FORBIDDEN = r"NOPERM|[Nn]o permission"
 DOC = Path(__file__).parents[5] / "docs" / "operate" / "redis.md"
@@ -90,6 +95,69 @@ async def serve_sessions(url: str) -> None:
     finally:
         await store.close()
         await registry.close()
+
+
+async def serve(url: str) -> None:
+    """Do what a gateway does in the store: serve sessions, audit them, and keep them to learn from."""
+    await serve_sessions(url)
+    await record_audits(url)
+    await follow_a_trial(url)
+    await keep_to_learn(url)
+
+
+async def record_audits(url: str) -> None:
+    records = AuditRecords(url, DEFAULT_POOL)
+    try:
+        await records.add(AuditReport("a", Verdict.DAMAGED), 0)
+        assert (await records.counts()).damaged
+        assert await records.incidents()
+        await records.end_turn("target:1", 1_000_000_000)
+        assert await records.begin_turn("target:1")
+    finally:
+        await records.close()
+
+
+async def follow_a_trial(url: str) -> None:
+    drafts = DraftVersions(url)
+    try:
+        state = await drafts.try_version("v2", 0.1)
+        counts = session_counts(output_tokens=9, accepted=4, round_ns=1_000_000)
+        assert await drafts.add("v2", counts, state.trial)
+        assert (await drafts.counts())["v2"] == counts
+        await drafts.roll_back()
+    finally:
+        await drafts.close()
+
+
+SPOOLED = [SpooledSession(f"session{index}", "", 0.0, 1, [1, 2, 3]) for index in range(3)]
+
+
+async def keep_to_learn(url: str) -> None:
+    spool = LearningSpool(url)
+    try:
+        for session in SPOOLED:
+            assert await spool.add("anna", session, 7)
+        assert await spool.remove("anna", SPOOLED[-1].session_id, is_recent=True)
+    finally:
+        await spool.close()
+
+
+async def operate(url: str) -> None:
+    """Do what `galley drafts` and the training on sessions do."""
+    registry, drafts, spool = ReplicaRegistry(url), DraftVersions(url), LearningSpool(url)
+    try:
+        await registry.read(DRAFT_POOL)
+        await drafts.try_version("v3", 0.1)
+        await drafts.promote("v3")
+        await drafts.counts()
+        assert await drafts.history()
+        for principal in await spool.principals():
+            await spool.read(principal, await spool.sessions(principal))
+        await spool.read("anna", [SPOOLED[0].session_id])
+        await spool.forget("anna")
+    finally:
+        for each in (registry, drafts, spool):
+            await each.close()
 
 
 async def register(url: str) -> None:
@@ -162,7 +230,7 @@ async def a_lease_that_ended(server: Server) -> None:
     await registry.close()
 
 
-WORK = {GATEWAY: serve_sessions, REPLICA: register, DRAFT: register_and_share}
+WORK = {GATEWAY: serve, REPLICA: register, DRAFT: register_and_share, OPS: operate}
 
 
 @pytest.mark.parametrize("user", WORK)
@@ -211,6 +279,17 @@ async def test_a_replica_reads_no_session(guarded: Server, user: str) -> None:
     with pytest.raises(Broken, match=FORBIDDEN):
         await claim(store, owner, ALICE)
     await store.close()
+
+
+async def test_who_operates_reads_no_session(guarded: Server) -> None:
+    await make_user(guarded, OPS)
+    owner = await _a_session_there(guarded)
+    store = RedisStore(url_of(guarded, OPS))
+    with pytest.raises(Broken, match=FORBIDDEN):
+        await claim(store, owner, ALICE)
+    await store.close()
+    with pytest.raises(GalleyError, match=FORBIDDEN):
+        await record_audits(url_of(guarded, OPS))
 
 
 async def _a_session_there(server: Server) -> str:
