@@ -62,6 +62,9 @@ class SimChannel:
     def unary_stream(self, method: str, **_serialization: object) -> Any:
         return self._stream(method, Kind.STREAM)
 
+    def stream_unary(self, method: str, **_serialization: object) -> Any:
+        """Return no call: no gateway makes one of this kind."""
+
     def http(self, method: str) -> Any:
         """Return a call by HTTP; what is sent and read are messages of ASGI."""
         return self._stream(method, Kind.HTTP)
