@@ -6,8 +6,9 @@ A mutant replaces a class where the gateway imports it; the product itself conta
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,19 +23,25 @@ from galley.core.grammar.compiled import CompiledGrammar, GrammarState
 from galley.core.grammar.follower import GrammarFollower
 from galley.core.kv.session import KvSession
 from galley.core.routing.breaker import Breaker
+from galley.core.routing.choice import DraftCandidate, choose_draft
 from galley.core.session.delivery import Delivery
 from galley.core.session.drafting import Drafting
+from galley.core.session.events import Replica
 from galley.core.step import Draw, StepOutcome, StepPlan, StepTrace
 from galley.core.store import Exchange, Exchanged, OwnerChanged, StoredSession, TokenBucket
+from galley.core.versions.split import Split
+from galley.core.versions.state import VersionState
 from galley.engine import masking
 from services.gateway.http.api.choices import Choice
 from services.gateway.http.api.positions import Position, event_id
 from services.gateway.http.api.stream import EventStream
-from services.gateway.replicas.drafts import DraftReplica
+from services.gateway.replicas.drafts import DraftPool, DraftReplica
 from services.gateway.request.validate import session_id_for, tenant_salt_for
 from services.gateway.session.streams import Streams, check_resume
 from services.gateway.store.session_log import SessionLog, StoreTime, retry
+from services.gateway.versions.keeper import VersionKeeper
 from tests.fakes.session_world import StreamsBeforeCommit
+from tests.simulation.schedules.versions import VERSIONS
 from tests.simulation.system.mutated import (
     REFUSED,
     AnyPrincipal,
@@ -228,6 +235,45 @@ class Mutant:
             for name, replacement in self.patches.items():
                 stack.enter_context(mock.patch(name, replacement))
             yield
+
+
+def _first_only(keeper: VersionKeeper, state: VersionState) -> None:
+    """Take over the first state that is read, and no other."""
+    if not keeper.state.epoch:
+        _use(keeper, state)
+
+
+_use = VersionKeeper._use
+
+
+async def _no_end(_keeper: VersionKeeper) -> None:
+    """Never end a trial."""
+
+
+def _of_its_version_only(  # as `choose_draft`
+    strategy: str,
+    candidates: Sequence[DraftCandidate],
+    home: Replica | None,
+    avoid: Collection[str],
+    session_id: str,
+    split: Split | None,
+    *,
+    is_canary: bool,
+) -> DraftCandidate | None:
+    able = [c for c in candidates if not is_canary or split is None or c.lease.version == split.canary]
+    return choose_draft(strategy, able, home, avoid, session_id, split, is_canary=is_canary)
+
+
+def _for_new_sessions(drafts: DraftPool, split: Split) -> None:
+    """Use a split without telling the sessions that are open."""
+    drafts._split = split
+
+
+_draws = itertools.count()
+
+
+def _drawn_each_time(split: Split, _session_id: str, _tenant_salt: bytes, _workload: str) -> bool:
+    return bool(split.canary) and next(_draws) % 2 == 0
 
 
 MUTANTS = (
@@ -437,5 +483,41 @@ MUTANTS = (
         "the truth is",
         patches={"galley.core.grammar.compiled.CompiledGrammar.start": _one_state},
         theme="constrained",
+    ),
+    Mutant(
+        "reads the split once",
+        "versions of drafts are not settled",
+        patches={"services.gateway.versions.keeper.VersionKeeper._use": _first_only},
+        theme=VERSIONS,
+    ),
+    Mutant(
+        "never ends a trial",
+        "versions of drafts are not settled",
+        patches={"services.gateway.versions.keeper.VersionKeeper._due_end": _no_end},
+        theme=VERSIONS,
+    ),
+    Mutant(
+        "gives a canary's session no draft of another version",
+        "was not drafted for again",
+        patches={"services.gateway.replicas.drafts.choose_draft": _of_its_version_only},
+        theme=VERSIONS,
+    ),
+    Mutant(
+        "draws a session's version each time",
+        "is given to both versions",
+        patches={"galley.core.versions.split.Split.is_canary": _drawn_each_time},
+        theme=VERSIONS,
+    ),
+    Mutant(
+        "lets any draft serve any session",
+        "which another version was given",
+        patches={"services.gateway.replicas.drafts.DraftPool.use_split": _nothing},
+        theme=VERSIONS,
+    ),
+    Mutant(
+        "keeps an open session at its draft when the split changes",
+        "which another version was given",
+        patches={"services.gateway.replicas.drafts.DraftPool.use_split": _for_new_sessions},
+        theme=VERSIONS,
     ),
 )

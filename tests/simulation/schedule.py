@@ -140,6 +140,18 @@ def _form(spec: SessionSpec) -> GenerateOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class VersionPlan:
+    """The versions of the drafts, by number, and the `changes` of them, which no stream may end for."""
+
+    labels: tuple[str, ...]
+    changes: tuple[Fault, ...]
+
+    @property
+    def settled_s(self) -> float:
+        return max(change.at_s + change.for_s for change in self.changes)
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
     """`replicas` are the store's; `copies` of them must have a change before it counts (WAIT)."""
 
@@ -161,6 +173,7 @@ class Schedule:
     principals: tuple[Principal, ...]
     sessions: tuple[PlannedSession, ...]
     faults: tuple[Fault, ...]
+    versions: VersionPlan | None = None
 
     def __str__(self) -> str:
         head = (
@@ -170,11 +183,14 @@ class Schedule:
             f"slow_factor {self.slow_factor}, hedge_quantile {self.hedge_quantile}, "
             f"looks_up {self.looks_up}, {self.copies} of {self.replicas} copies, {self.timing}"
         )
-        return "\n".join([head, *(f"  {what}" for what in (*self.principals, *self.sessions, *self.faults))])
+        changes = () if self.versions is None else (self.versions.labels, *self.versions.changes)
+        what = (*self.principals, *self.sessions, *self.faults, *changes)
+        return "\n".join([head, *(f"  {it}" for it in what)])
 
     @property
     def healed_s(self) -> float:
-        return max((fault.at_s + fault.for_s for fault in self.faults), default=0.0)
+        faults_s = max((fault.at_s + fault.for_s for fault in self.faults), default=0.0)
+        return faults_s if self.versions is None else max(faults_s, self.versions.settled_s)
 
     def with_faults(self, faults: tuple[Fault, ...]) -> Schedule:
         return replace(self, faults=faults)

@@ -14,6 +14,7 @@ from tests.simulation.run import detect, part_of, play, shrink
 from tests.simulation.schedule import Schedule
 from tests.simulation.schedules.seeds import schedule_of
 from tests.simulation.schedules.themes import THEMES
+from tests.simulation.schedules.versions import SHARE, VERSIONS
 from tests.simulation.system.loop import Deadlock, SimLoop
 from tests.simulation.world import quiet, run_schedule
 
@@ -32,6 +33,13 @@ ALLOWED = {
 """Schedules that were once called violations, by what the rules have to allow in them."""
 MENDED = {"the read of an answer's end did not count as reading": 8_880_039}
 """Schedules that showed a defect that no other test shows."""
+VERSIONED = range(60)
+CHANGED = (
+    *(f"version: {kind}" for kind in ("try", "promote", "drain-version", "judge", "swap", "lie")),
+    "version: twice",
+    "version: stray",
+    "served by its version",
+)
 MOST_SEEDS = 300
 """Every mutant must be detected within this many seeds."""
 
@@ -128,6 +136,16 @@ def test_gateways_share_a_token_budget_under_faults() -> None:
     part = part_of([run_schedule(schedule_of(seed, "metered")) for seed in METERED])
     assert not part.violations
     assert part.met["client: Overloaded"]
+
+
+def test_versions_of_drafts_break_no_rule_and_splits_hold() -> None:
+    part = part_of([run_schedule(schedule_of(seed, VERSIONS)) for seed in VERSIONED])
+    assert not part.violations
+    missing = [what for what in CHANGED if not part.met[what]]
+    assert not missing, "these schedules do not cover everything"
+    given, others = part.met["canary's session"], part.met["stable version's session"]
+    expected = SHARE * (given + others)
+    assert abs(given - expected) < 4 * (expected * (1 - SHARE)) ** 0.5
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

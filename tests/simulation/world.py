@@ -27,6 +27,7 @@ from tests.simulation.system.network import Network
 from tests.simulation.system.redis import Sessions, SimRedis
 from tests.simulation.system.replicas import SimDraft, SimEngine, SimTarget
 from tests.simulation.verdicts import LEAVE_OWNERS, Verdicts
+from tests.simulation.versions import WorldVersions
 
 if TYPE_CHECKING:
     from galley.core.kv.table import KvTable
@@ -82,6 +83,8 @@ class World:
         self.specs = {planned.spec.session_id: planned.spec for planned in schedule.sessions}
         self.redis = SimRedis(self.network, ledger, schedule, FINISHED_TTL_S, kinds.sessions, kinds.copies)
         self.snapshots: dict[Fault, object] = {}
+        plan = schedule.versions
+        self.versions = None if plan is None else WorldVersions(self, plan)
         self.targets = {
             f"target-{i}": SimTarget(self, f"target-{i}", build) for i, build in enumerate(schedule.builds)
         }
@@ -96,11 +99,15 @@ class World:
         self.ready_s = self.healed_s = 0.0
 
     async def run(self) -> None:
+        if self.versions is not None:
+            self.versions.begin()
         await self._until(lambda: all(gateway.ready for gateway in self.gateways), _READY_S, "not ready")
         loop = asyncio.get_running_loop()
         faults = Faults(self)
         for fault in self.schedule.faults:
             faults.plan(fault)
+        if self.versions is not None:
+            self.versions.plan()
         principals = {principal.name: principal for principal in self.schedule.principals}
         for planned in self.schedule.sessions:
             principal = principals[planned.principal]
@@ -114,6 +121,8 @@ class World:
         await self._until(self._all_answered, _HEALED_S, "an answer never came")
         await self._until(self._orphans_ended, _HEALED_S, "what goes on without its client never ends")
         self._check_drafts()
+        if self.versions is not None:
+            await self._until(self._versions_settled, _HEALED_S, "versions of drafts are not settled")
         await self._audit()
         await asyncio.sleep(_SETTLE_S)
         await self._until(self._replicas_rest, _HEALED_S, "a replica works for nobody, or holds its blocks")
@@ -166,6 +175,9 @@ class World:
             and client.planned.within_s is None
             and client.spec.session_id in self.ledger.was_streamed
         )
+
+    def _versions_settled(self) -> bool:
+        return self.versions is None or self.versions.are_settled
 
     def _replicas_rest(self) -> bool:
         """Return True if no replica has a request, and no target a KV block of a live session."""

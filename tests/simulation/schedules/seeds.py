@@ -19,6 +19,7 @@ from tests.simulation.schedules.sessions import (
     without_limits,
 )
 from tests.simulation.schedules.themes import THEMES
+from tests.simulation.schedules.versions import VERSIONS, with_versions
 from tests.simulation.truth import true_output
 
 _TWINS = 0.15
@@ -41,6 +42,7 @@ def schedule_of(seed: int, theme: str = "") -> Schedule:
     schedule = _plain(seed, rng)
     make = THEMES.get(theme or drawn)
     whole = _bearable(schedule if make is None else make(schedule, rng))
+    whole = with_versions(whole, always=theme == VERSIONS)
     return _with_protocols(_with_predictions(_with_grammars(whole)))
 
 

@@ -24,13 +24,15 @@ from services.gateway.servicer import GenerationServicer
 from services.gateway.session.own_sources import OwnSources
 from services.gateway.session.runner import Ports
 from services.gateway.telemetry.observer import RequestObservers
+from services.gateway.versions.keeper import VersionKeeper
+from services.gateway.versions.tally import SessionTally
 from tests.fakes.truth import letters
 from tests.simulation.grammars import VOCABULARY
 from tests.simulation.schedule import ID_SECRET, Schedule
 from tests.simulation.system.call import Server
 from tests.simulation.system.http import Letters, SimHttp
 from tests.simulation.system.loop import Process, running_loop
-from tests.simulation.system.redis import SimRegistry, SimStore
+from tests.simulation.system.redis import SimRegistry, SimStore, SimVersions
 from tests.simulation.system.replicas import MOST_DRAFT_TOKENS, TOKENIZER
 from tests.simulation.system.watched import CountedDraft, CountedDrafts, CountedStreams, CountedTarget, behind
 from tests.simulation.system.wire import SimChannel
@@ -101,6 +103,9 @@ class SimGateway:
             RegisteredAddresses(registry, DRAFT_POOL), TOKENIZER, channel, self.clock, timeouts.draft_ns
         )
         self.drafts.ledger = world.ledger
+        self.keeper: VersionKeeper | None = None
+        if schedule.versions is not None:
+            self.keeper = VersionKeeper(SimVersions(world.redis, self.process), self.drafts)
         self.streams = CountedStreams(
             self.store, self.clock, self._ports_of, letters, self._limits, timeouts, schedule.slots
         )
@@ -117,7 +122,16 @@ class SimGateway:
         fingerprint = session.answer.fingerprint or ""
         target = CountedTarget(self.targets, fingerprint, stored.directory.target, draft)
         target.ledger = draft.ledger = self._world.ledger
-        return Ports(draft, target, self.clock)
+        return Ports(draft, target, self.clock, self._tally(stored, session, draft))
+
+    def _tally(self, stored: StoredSession, session: Session, draft: CountedDraft) -> SessionTally | None:
+        keeper, seen = self.keeper, self._world.versions
+        if keeper is None or seen is None:
+            return None
+        spec, is_new = session.spec, stored.ownership.epoch == 1
+        is_canary = keeper.state.split.is_canary(spec.session_id, spec.tenant_salt, spec.workload)
+        seen.gave(spec.session_id, keeper.state, is_canary=is_canary, is_new=is_new)
+        return keeper.tally(spec, draft)
 
     def _serve(self) -> None:
         tokenizer: Any = Letters()
@@ -142,6 +156,8 @@ class SimGateway:
             except TargetUnavailable:
                 continue
         await self.drafts.start()
+        if self.keeper is not None:
+            await self.keeper.start()
         self._serve()
         self.ready = True
 
@@ -152,6 +168,8 @@ class SimGateway:
 
     async def _close(self) -> None:
         await self.streams.close()
+        if self.keeper is not None:
+            await self.keeper.close()
         await self.targets.close()
         await self.drafts.close()
 

@@ -7,7 +7,7 @@ delay or repeat messages. A call that its caller has given up may still be execu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any, TypeVar
@@ -27,8 +27,11 @@ from galley.core.store import (
     StoredSession,
     TokenBucket,
 )
+from galley.core.versions.counts import VersionCounts
+from galley.core.versions.state import VersionEvent, VersionState
 from services.gateway.store.session_log import LAST_CALL_S
 from tests.fakes.store import MemoryStore
+from tests.fakes.versions import MemoryVersions
 from tests.simulation.ledger import Ledger
 from tests.simulation.schedule import Schedule
 from tests.simulation.system.call import Call, current_call
@@ -178,6 +181,7 @@ class SimRedis:
         self.ahead_s = 0.0
         self.sessions = kind(timing.ttl_s, finished_ttl_s, clock=self._now_s)
         self.leases = Leases(timing.lease_s, self._now_s)
+        self.versions = MemoryVersions()
         self.copies = copies(network, REDIS, schedule.replicas, schedule.copies)
         self.up = True
         self.lossy = 0.0
@@ -199,6 +203,7 @@ class SimRedis:
             self.sessions.restore(state)
             self.copies.follow(self.sessions)
             self.leases.clear()
+            self.versions = MemoryVersions()
             self.ledger.rolled_back(before, self.sessions.lengths())
 
     def fail_over(self, *, latest: bool) -> None:
@@ -423,3 +428,29 @@ class SimRegistry:
 
     async def close(self) -> None:
         pass
+
+
+class SimVersions:
+    """The versions of drafts as one process reaches them."""
+
+    def __init__(self, redis: SimRedis, caller: Process) -> None:
+        self._redis = redis
+        self._caller = caller
+
+    async def read(self) -> VersionState:
+        return await self._call(self._redis.versions.read)
+
+    async def change(self, expected_epoch: int, new: VersionState, event: VersionEvent) -> bool:
+        return await self._call(lambda: self._redis.versions.change(expected_epoch, new, event))
+
+    async def add(self, version: str, counts: VersionCounts, trial: int) -> bool:
+        return await self._call(lambda: self._redis.versions.add(version, counts, trial))
+
+    async def counts(self, of: Collection[str]) -> Mapping[str, VersionCounts]:
+        return await self._call(lambda: self._redis.versions.counts(of))
+
+    async def close(self) -> None:
+        pass
+
+    async def _call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        return await self._redis.call(self._caller, lambda: at_once(work()), repeats=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -16,6 +17,7 @@ from galley.core import names
 from galley.core.answer.answer import SessionSpec
 from galley.core.cost.model import StepTimes
 from galley.core.features import NO_STATES
+from galley.core.routing.choice import DraftLease
 from galley.core.step import StepOutcome, StepPlan, StepTrace
 from galley.core.trees import ROOT, best_first, path_to
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -200,6 +202,8 @@ class SimDraft:
     def __init__(self, world: World, address: str) -> None:
         self.address = address
         self.failing = Failing()
+        self.claimed: str | None = None
+        """The version that its lease names, if that is not its own."""
         self._world = world
         self.start()
 
@@ -209,7 +213,7 @@ class SimDraft:
         self.process.call(self._start)
 
     def _start(self) -> None:
-        world, process = self._world, self.process
+        world = self._world
         reads = self.address in READERS
         strategy = names.FEATURES if reads else "sim"
         loop = DraftLoop(
@@ -227,13 +231,42 @@ class SimDraft:
             vocab_size=VOCAB,
             feature_layers=FEATURE_LAYERS if reads else (),
             feature_size=SIZE if reads else 0,
+            version=self._label,
         )
+        self._info = info
         self.service = _NotedDraft(loop, info, None, grammars=ReplicaGrammars(VOCABULARY))
         self.service.world, self.service.name = world, self.address
-        registry: Any = SimRegistry(world.redis, process)
-        lease, every_s = partial(self.service.lease, self.address), world.schedule.timing.lease_s / 3
-        self.registration = Registration(registry, DRAFT_POOL, lease, every_s)
-        world.servers[self.address] = Server(process, self.service)
+        self.registration = self._register(self.address)
+
+    @property
+    def _label(self) -> str:
+        plan = self._world.schedule.versions
+        return "" if plan is None else plan.labels[int(self.address.rpartition("-")[2])]
+
+    def _register(self, address: str) -> Registration[DraftLease]:
+        registry: Any = SimRegistry(self._world.redis, self.process)
+        self._world.servers[address] = Server(self.process, self.service)
+        every_s = self._world.schedule.timing.lease_s / 3
+        return Registration(registry, DRAFT_POOL, partial(self._lease, address, self.service), every_s)
+
+    def _lease(self, address: str, service: DraftService) -> DraftLease:
+        lease = service.lease(address)
+        return lease if self.claimed is None else replace(lease, version=self.claimed)
+
+    def set_version(self, version: str) -> None:
+        """Name its weights otherwise, as a replica does that has exchanged them."""
+        if self.process.alive:
+            self._info.version = version
+
+    def register_again(self, for_s: float) -> None:
+        """Register at a second address as well."""
+        if self.process.alive:
+            self.process.spawn(self._second(f"{self.address}-again", for_s))
+
+    async def _second(self, address: str, for_s: float) -> None:
+        registration = self._register(address)
+        await asyncio.sleep(for_s)
+        await registration.close()
 
     async def drain(self) -> None:
         await self.registration.drain()
@@ -259,5 +292,7 @@ class _NotedDraft(DraftService):
 
     def _respond(self, item: Any) -> AsyncGenerator[Any]:
         self.world.ledger.drafted(item.slice.session_id)
+        if self.world.versions is not None:
+            self.world.versions.drafted(self.name, item.slice.session_id)
         self.world.ledger.requested(self.name, item.slice.session_id, item.slice.tenant_salt)
         return super()._respond(item)
