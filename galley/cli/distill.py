@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
+from galley.cli.drafts.learning import Learning, learn, with_learning_flags
 from galley.cli.flags import INTERRUPTED, check_plot, fail, require, say, usage_of
 from galley.common.models.files import DEFAULT_MODEL
 from galley.core.errors import GalleyError, InvalidField
@@ -29,9 +30,12 @@ _Files = Annotated[
 ]
 
 
+@with_learning_flags
 def distill(  # noqa: PLR0913  # one parameter a flag
+    context: typer.Context,
     out: Annotated[Path, typer.Argument(help="Draft directory to write.", file_okay=False)],
     *,
+    learning: Learning | None,
     target: Annotated[
         str, typer.Option(help="Target model: hub id, directory or GGUF file.")
     ] = DEFAULT_MODEL,
@@ -100,8 +104,11 @@ def distill(  # noqa: PLR0913  # one parameter a flag
 
     The same command continues a run that was stopped. `galley draft --model OUT` loads the result.
     """
-    given = locals()
+    given = {name: value for name, value in locals().items() if name not in {"context", "learning"}}
     require("draft")
+    if learning is not None:
+        learn(learning, context, given)
+        return
     from galley.engine.load.resolve import resolve_model  # noqa: PLC0415
 
     if features and plot is not None:

@@ -31,7 +31,8 @@ LATEST_ADD_S = 30.0
 """Longest time between the end of a session and its `add`."""
 _TOMBSTONE_MS = 4 * int(LATEST_ADD_S * 1000)
 _CALL_TIMEOUT_S = 1.0
-_AT_ONCE = 64
+READ_AT_ONCE = 64
+"""Sessions that are read together."""
 
 _FORMAT = 1
 # Format, tokens of the prompt, temperature, bytes of the workload. The workload and the tokens follow.
@@ -155,8 +156,8 @@ class LearningSpool:
     async def read(self, principal: str, session_ids: Sequence[str]) -> list[SpooledSession]:
         """Return those of the sessions that are still here and can be read, in their order."""
         sessions = []
-        for at in range(0, len(session_ids), _AT_ONCE):
-            part = session_ids[at : at + _AT_ONCE]
+        for at in range(0, len(session_ids), READ_AT_ONCE):
+            part = session_ids[at : at + READ_AT_ONCE]
             keys = self._keys(*(f"entry:{session_id}:{principal}" for session_id in part))
             entries = await asyncio.gather(*(self._calls.command("GET", key, key=key) for key in keys))
             for session_id, entry in zip(part, cast("list[bytes | None]", entries), strict=True):

@@ -109,6 +109,20 @@ def evaluate(
     return _by_workload(corpus, np.concatenate(same), np.concatenate(drawn))
 
 
+@torch.inference_mode()
+def agreement(corpus: Corpus, draft: Llama, heads: NDArray[np.int64], dtype: torch.dtype) -> Bools:
+    """Return for each token of all answers whether it is the draft's likeliest, given those before it."""
+    head, tokens = draft.lm_head.weight.to(dtype), torch.from_numpy(heads)
+    states = torch.empty(int(corpus.answer_len.sum()), head.shape[1], dtype=dtype)
+    _fill(states, corpus, draft, lambda _: None)
+    answers = torch.from_numpy(corpus.answers())
+    same = [
+        (tokens[(states[first : first + _ROWS] @ head.T).argmax(1)] == answers[first : first + _ROWS]).numpy()
+        for first in range(0, len(states), _ROWS)
+    ]
+    return np.concatenate(same)
+
+
 def _by_workload(corpus: Corpus, same: Bools, drawn: Bools) -> dict[str, Acceptance]:
     everyone, greedy = np.ones(len(corpus), np.bool_), corpus.temperature == 0
     chosen = {name: corpus.workload == index for index, name in enumerate(corpus.workload_names)}

@@ -7,15 +7,14 @@ are float32; products run in the dtype of autocast. (Llama: arXiv 2302.13971; gr
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -235,23 +234,29 @@ class Target:
         return sha256(rows.data).hexdigest()
 
 
-def read_target(directory: Path) -> Target:
-    """Return the target in `directory`. Raise InvalidField unless it is a Llama that training supports."""
+def read_target(directory: Path, *, only_ends: bool = False) -> Target:
+    """Return the target in `directory`; with `only_ends` its embedding and head, without any layer.
+
+    Raise InvalidField unless it is a Llama that training supports.
+    """
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        weights = _read_weights(directory)
+        weights = _read_weights(directory, (_EMBEDDING, _HEAD) if only_ends else None)
         return Target(config, _shape(config), weights)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise InvalidField("target", f"{directory}: cannot be read: {error!r}") from error
 
 
-def _read_weights(directory: Path) -> dict[str, Tensor]:
+def _read_weights(directory: Path, names: Collection[str] | None) -> dict[str, Tensor]:
+    """Return the tensors of these names, or all."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise InvalidField("target", f"{directory}: must hold safetensors")
     weights: dict[str, Tensor] = {}
-    for file in files:
-        weights |= load_file(file)
+    for path in files:
+        with safe_open(path, "pt") as file:
+            stored = file.keys()
+            weights |= {name: file.get_tensor(name) for name in stored if names is None or name in names}
     return weights
 
 

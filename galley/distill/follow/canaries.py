@@ -1,0 +1,90 @@
+"""Load trained drafts into draft replicas, and have the gateways try them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+
+from galley.common.draft_loading import send_draft
+from galley.common.logs import get_logger
+from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry
+from galley.common.registry.trials import DraftVersions
+from galley.core.errors import UnsupportedModel
+from galley.core.routing.loading import replicas_for_load
+from galley.core.versions.state import VersionState
+
+AUTHOR = "learning"
+_NOT_TRIED = "loaded, not tried"
+_NO_REPLICA = "no draft replica takes it: it needs two that accept loads (--max-load-mib)"
+
+_log = get_logger(__name__)
+
+
+class Canaries:
+    def __init__(
+        self,
+        registry: ReplicaRegistry,
+        versions: DraftVersions,
+        open_channel: Callable[[str], grpc.aio.Channel],
+        share: float,
+        tokens: int,
+    ) -> None:
+        """Give a canary `share` of the sessions, until it has given `tokens` tokens."""
+        self._registry = registry
+        self._versions = versions
+        self._open_channel = open_channel
+        self._share = share
+        self._tokens = tokens
+
+    async def state(self) -> VersionState:
+        return await self._versions.read()
+
+    async def offer(self, folder: Path, version: str, reason: str) -> str:
+        """Load a draft into a replica and begin its trial; return why that cannot be, or nothing.
+
+        The version is drained before: without a stable version, all that are not drained get sessions.
+        """
+        state, leases = await self._versions.read(), await self._registry.read(DRAFT_POOL)
+        if state.split.canary:
+            return f"{state.split.canary} is on trial"
+        if all(lease.version != version for lease in leases):
+            replicas = replicas_for_load(leases, state.split, version)
+            if not replicas:
+                return _NO_REPLICA
+            await self._versions.drain(version, author=AUTHOR, reason=_NOT_TRIED)
+            if problem := await self._send(replicas[0].address, folder, version):
+                return problem
+        try:
+            await self._versions.try_version(
+                version, self._share, tokens=self._tokens, author=AUTHOR, reason=reason
+            )
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    async def restore(self, folder: Path, version: str, is_ours: Callable[[str], bool]) -> None:
+        """Load the stable draft into replicas whose version gets no sessions any more, and `is_ours`."""
+        state, leases = await self._versions.read(), await self._registry.read(DRAFT_POOL)
+        split = state.split
+        if split.canary:
+            return
+        for lease in replicas_for_load(leases, split, version):
+            is_unused = lease.version in split.drained or lease.version != (split.stable or lease.version)
+            if is_unused and is_ours(lease.version):
+                problem = await self._send(lease.address, folder, version)
+                if problem:
+                    _log.warning("stable draft not loaded", replica=lease.address, reason=problem)
+
+    async def _send(self, address: str, folder: Path, version: str) -> str:
+        """Load a draft into the replica at `address`; return why that failed, or nothing."""
+        async with self._open_channel(address) as channel:
+            try:
+                await send_draft(channel, folder, version)
+            except UnsupportedModel as error:
+                return str(error)
+            except grpc.aio.AioRpcError as error:
+                return f"{address}: {error.details()}"
+        _log.info("draft loaded", replica=address, version=version)
+        return ""

@@ -1,0 +1,281 @@
+"""Learn from the traffic, in cycles: read the spool, train, compare, offer the better draft as a canary.
+
+A cycle holds the token ids in memory only: the drafts and the record are all that it leaves. A cycle that is
+stopped leaves nothing, and begins anew. It can be replayed while its sessions are still in the spool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from galley.common.draft_loading import draft_version
+from galley.common.logs import get_logger
+from galley.common.registry.spool import READ_AT_ONCE, LearningSpool, SpooledSession
+from galley.core.errors import GalleyError, InvalidField
+from galley.distill.follow.canaries import Canaries
+from galley.distill.follow.comparison import FEWEST_SESSIONS, Comparison, Measured
+from galley.distill.follow.cycle import Learner, Trained
+from galley.distill.follow.inputs import Chosen, Inputs, choose, usable
+from galley.distill.follow.journal import Journal
+from galley.distill.follow.options import FollowOptions
+from galley.distill.training.training import Progress
+
+_READ_PARTS, _HELD_OUT_PARTS = 2, 5
+"""A cycle reads up to twice the tokens that it trains on, prompts included, and a fifth to measure on."""
+_LEAST_HELD_OUT = 20_000
+_MOST_PRINCIPALS = 64
+_READ_MARGIN, _LEAST_READ = 2, 4096
+"""Some of what is read is left out. Each principal has its part of twice what is needed, or this much."""
+_LOG_EVERY_STEPS = 50
+
+_log = get_logger(__name__)
+
+
+class Stopped(Exception):
+    """The training ends here, as it was told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """The version that a cycle made, and the one that its replay made: the same, if all is as it was."""
+
+    cycle: int
+    recorded: str
+    version: str
+
+
+class Follower:
+    def __init__(
+        self,
+        options: FollowOptions,
+        learner: Learner,
+        journal: Journal,
+        spool: LearningSpool,
+        canaries: Canaries,
+    ) -> None:
+        self._options = options
+        self._learner = learner
+        self._journal = journal
+        self._spool = spool
+        self._canaries = canaries
+        self._start_version = draft_version(options.start)
+        self._corpus_sha256 = [sha256(path.read_bytes()).hexdigest() for path in options.corpus]
+        self._waits_for = ""
+
+    async def run(self, stop: asyncio.Event, cycles: int = 0) -> None:
+        """Begin cycles until `stop` is set; with `cycles`, this many, also if they have nothing to do."""
+        count = 0
+        while not stop.is_set():
+            try:
+                await self._begin(stop)
+            except Stopped:
+                _log.info("cycle stopped")
+                return
+            except GalleyError as error:
+                _log.warning("cycle failed", error=str(error))
+            count += 1
+            if count == cycles:
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._options.every_s):
+                    await stop.wait()
+
+    async def replay(self, number: int) -> Replayed:
+        """Repeat the training of a cycle from the sessions that it read, and offer nothing.
+
+        Raise InvalidField if its sessions or the draft that it began with are gone.
+        """
+        cycle = self._journal.cycle(number)
+        self._refuse_other_options(cycle)
+        folder = self._folder_of(cycle["present"])
+        if folder is None:
+            raise InvalidField("replay", f"the draft {cycle['present']} is not kept any more")
+        inputs = await self._inputs_of(cycle)
+        trained = await self._train(asyncio.Event(), folder, inputs, cycle["seed"])
+        with TemporaryDirectory() as scratch:
+            await asyncio.to_thread(self._learner.write, trained.draft, Path(scratch))
+            return Replayed(number, cycle["version"], draft_version(Path(scratch)))
+
+    # ------------------------------------------------------------------------------------ a cycle --
+
+    async def _begin(self, stop: asyncio.Event) -> None:
+        """Run a cycle, unless there is a reason to wait."""
+        split = (await self._canaries.state()).split
+        present = split.stable or self._start_version
+        folder = self._folder_of(present)
+        if split.canary:
+            self._wait(f"{split.canary} is on trial")
+            return
+        if folder is None:
+            self._wait(f"the stable version {present} was not trained here; promote or drain it")
+            return
+        await self._canaries.restore(folder, present, lambda name: self._folder_of(name) is not None)
+        inputs = await self._inputs()
+        if len(inputs.held_out) < FEWEST_SESSIONS or self._new_tokens(inputs) < self._options.new_tokens:
+            self._wait("there is too little that no cycle has read")
+            return
+        self._waits_for = ""
+        number = self._journal.next_cycle
+        seed = self._options.seed + number
+        _log.info("cycle began", cycle=number, present=present, sessions=len(inputs.train))
+        trained = await self._train(stop, folder, inputs, seed)
+        version = await asyncio.to_thread(self._written, trained)
+        problem = trained.comparison.problem() or await self._offer(trained, version)
+        decision = "not offered" if problem else "offered"
+        reason = problem or str(trained.comparison.all)
+        self._journal.append(
+            {
+                "cycle": number,
+                "at": datetime.now(UTC).isoformat(timespec="seconds"),
+                "decision": decision,
+                "reason": reason,
+                "present": present,
+                "version": version,
+                "seed": seed,
+                "options": self._options.of_training(),
+                "corpus_sha256": self._corpus_sha256,
+                "inputs": self._described(inputs),
+                "answer_tokens_seen": trained.seen,
+                "training_s": round(trained.train_s, 1),
+                "acceptance": _figures(trained.comparison),
+            }
+        )
+        self._journal.prune({present, version})
+        _log.info("cycle ended", cycle=number, version=version, decision=decision, reason=reason)
+
+    def _wait(self, reason: str) -> None:
+        if reason != self._waits_for:
+            _log.info("cycle waits", reason=reason)
+        self._waits_for = reason
+
+    async def _offer(self, trained: Trained, version: str) -> str:
+        folder = self._journal.folder_of(version)
+        if folder is None:
+            return f"the draft {version} is gone"
+        return await self._canaries.offer(folder, version, str(trained.comparison.all))
+
+    async def _train(self, stop: asyncio.Event, folder: Path, inputs: Inputs, seed: int) -> Trained:
+        def report(now: Progress) -> None:
+            if stop.is_set():
+                raise Stopped
+            if now.step % _LOG_EVERY_STEPS == 0:
+                _log.info("training", answer_tokens_seen=now.seen, loss=round(now.loss, 3))
+
+        def train() -> Trained:
+            return self._learner.train(self._learner.read(folder), inputs, seed, report)
+
+        return await asyncio.to_thread(train)
+
+    def _written(self, trained: Trained) -> str:
+        """Store a draft; return its version."""
+        unfinished = self._journal.unfinished
+        self._learner.write(trained.draft, unfinished)
+        version = draft_version(unfinished)
+        self._journal.keep(unfinished, version)
+        return version
+
+    def _folder_of(self, version: str) -> Path | None:
+        return self._options.start if version == self._start_version else self._journal.folder_of(version)
+
+    # ------------------------------------------------------------------------------------- inputs --
+
+    async def _inputs(self) -> Inputs:
+        """Return what a cycle would read now. Principals go by their pseudonyms from here on."""
+        tokens = self._options.cycle_tokens
+        train, held_out = tokens * _READ_PARTS, max(_LEAST_HELD_OUT, tokens // _HELD_OUT_PARTS)
+        principals = self._turn(await self._spool.principals())
+        most = max(_LEAST_READ, _READ_MARGIN * (train + held_out) // max(1, len(principals)))
+        spooled = {
+            self._journal.pseudonym(principal): await self._newest(principal, most)
+            for principal in principals
+        }
+        return await asyncio.to_thread(choose, spooled, self._learner.target.vocab, train, held_out)
+
+    def _turn(self, principals: Sequence[str]) -> Sequence[str]:
+        """Return the principals whose turn it is; with many of them, others in each cycle."""
+        first = self._journal.next_cycle * _MOST_PRINCIPALS
+        count = min(len(principals), _MOST_PRINCIPALS)
+        return [principals[(first + place) % len(principals)] for place in range(count)]
+
+    async def _newest(self, principal: str, most_tokens: int) -> Sequence[SpooledSession]:
+        """Return the newest sessions of a principal, of `most_tokens` together or a few more."""
+        sessions: list[SpooledSession] = []
+        ids, read = await self._spool.sessions(principal), 0
+        for at in range(0, len(ids), READ_AT_ONCE):
+            if read >= most_tokens:
+                break
+            part = await self._spool.read(principal, ids[at : at + READ_AT_ONCE])
+            read += sum(len(session.tokens) for session in part)
+            sessions += part
+        return sessions
+
+    async def _inputs_of(self, cycle: dict[str, Any]) -> Inputs:
+        """Return what a recorded cycle read. Raise InvalidField if some of it is gone."""
+        marks = cycle["inputs"]["train"], cycle["inputs"]["held_out"]
+        recorded = {mark for part in marks for mark in part}
+        held: dict[str, Chosen] = {}
+        for principal in await self._spool.principals():
+            ids = [
+                one for one in await self._spool.sessions(principal) if self._journal.mark(one) in recorded
+            ]
+            for session in await self._spool.read(principal, ids):
+                chosen = usable(self._journal.pseudonym(principal), session)
+                held[self._journal.mark(session.session_id)] = chosen
+        gone = len(recorded) - len(held)
+        if gone:
+            raise InvalidField(
+                "replay",
+                f"{gone} of {len(recorded)} sessions are gone: they expire after a day, or were deleted",
+            )
+        train, held_out = ([held[mark] for mark in part] for part in marks)
+        if self._journal.digest([*train, *held_out]) != cycle["inputs"]["digest"]:
+            raise InvalidField("replay", "the sessions are not those that the cycle read")
+        return Inputs(train, held_out)
+
+    def _new_tokens(self, inputs: Inputs) -> int:
+        cycles = self._journal.cycles
+        read = set(cycles[-1]["inputs"]["train"]) if cycles else set()
+        new = [one for one in inputs.train if self._journal.mark(one.session.session_id) not in read]
+        return sum(one.answer_len for one in new)
+
+    def _described(self, inputs: Inputs) -> dict[str, Any]:
+        def marks(part: Sequence[Chosen]) -> list[str]:
+            return [self._journal.mark(one.session.session_id) for one in part]
+
+        return {
+            "digest": self._journal.digest([*inputs.train, *inputs.held_out]),
+            "principals": {name: asdict(counts) for name, counts in inputs.counts.items()},
+            "train": marks(inputs.train),
+            "held_out": marks(inputs.held_out),
+        }
+
+    def _refuse_other_options(self, cycle: dict[str, Any]) -> None:
+        now = self._options.of_training() | {"corpus_sha256": self._corpus_sha256}
+        then = cycle["options"] | {"corpus_sha256": cycle["corpus_sha256"]}
+        for name, value in then.items():
+            if now[name] != value:
+                raise InvalidField("replay", f"the cycle ran with {name} = {value!r}, got {now[name]!r}")
+
+
+def _figures(comparison: Comparison) -> dict[str, Any]:
+    parts = {"all": comparison.all, **comparison.parts}
+    return {name: _measured(part) for name, part in parts.items()}
+
+
+def _measured(part: Measured) -> dict[str, Any]:
+    error = part.difference.error
+    return {
+        "sessions": part.difference.sessions,
+        "present": round(part.present, 4),
+        "new": round(part.new, 4),
+        "difference": round(part.difference.value, 4),
+        "error": round(error, 4) if error < 1 else None,
+    }

@@ -1,0 +1,370 @@
+"""Cycles of learning over a real store: what is trained, offered, recorded, replayed and left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from array import array
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import typer
+from structlog.testing import capture_logs
+from typer.testing import CliRunner
+
+from galley.cli.distill import distill
+from galley.common.draft_loading import draft_version
+from galley.core.errors import InvalidField, StoreUnavailable
+from galley.distill.data.corpus import Conversation, corpus_of, write_corpus
+from galley.distill.export import read_draft, write_draft
+from galley.distill.follow.options import FollowOptions
+from galley.distill.training.evaluation import agreement
+from galley.distill.training.models import read_target
+from tests.fakes.redis_servers import VALKEY, Server, running
+from tests.fakes.tiny_model import VOCAB
+from tests.integration.galley.distill.deployment import (
+    ALICE,
+    BOB,
+    POOL,
+    Deployment,
+    deployment,
+    workload,
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running(VALKEY) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Path:
+    """Return a draft that knows nothing of the workloads, and half of the vocabulary."""
+    folder = tmp_path_factory.mktemp("start")
+    target, heads = read_target(target_dir), np.arange(0, VOCAB, 2)
+    write_draft(folder, target.student(1, torch.from_numpy(heads)), target, heads, target_dir)
+    return folder
+
+
+@pytest.fixture
+def options(tmp_path: Path, target_dir: Path, start: Path) -> FollowOptions:
+    return FollowOptions(
+        work=tmp_path / "work",
+        target=target_dir,
+        start=start,
+        cycle_tokens=8_000,
+        new_tokens=1_000,
+        batch=256,
+        rate=0.02,
+        dtype="float32",
+        share=0.2,
+        trial_tokens=500,
+    )
+
+
+@pytest.fixture
+async def deployed(server: Server, options: FollowOptions, tmp_path: Path) -> AsyncIterator[Deployment]:
+    await server.command("FLUSHALL")
+    version = draft_version(options.start)
+    async with deployment(server, options, [version, version], tmp_path) as deployed:
+        yield deployed
+
+
+def last(deployed: Deployment) -> dict[str, Any]:
+    return cast("dict[str, Any]", deployed.cycles()[-1])
+
+
+def acceptance(folder: Path, target_dir: Path, step: int = 5) -> float:
+    target = read_target(target_dir)
+    sessions = workload("test", 40, step=step, seed=99)
+    corpus = corpus_of([Conversation(one.tokens, one.prompt_len, "a", 0.0) for one in sessions])
+    draft, heads = read_draft(folder, target, "start")
+    return float(agreement(corpus, draft, heads, torch.float32).mean())
+
+
+async def test_acceptance_on_an_unseen_workload_rises_and_the_draft_becomes_a_canary(
+    deployed: Deployment, options: FollowOptions, target_dir: Path
+) -> None:
+    await deployed.add(ALICE, workload("a", 250))
+    await deployed.cycle()
+    cycle = last(deployed)
+    assert cycle["decision"] == "offered", cycle["reason"]
+    assert cycle["acceptance"]["all"]["difference"] > 0.15
+    loaded = next(draft for draft in deployed.drafts if draft.loads)
+    assert loaded.loads == [cycle["version"]] == [draft_version(loaded.directory)]
+    assert acceptance(loaded.directory, target_dir) > acceptance(options.start, target_dir) + 0.15
+    state = await deployed.versions.read()
+    assert (state.split.canary, state.split.share, state.tokens) == (cycle["version"], 0.2, 500)
+    assert cycle["version"] not in state.split.drained
+    assert cycle["seed"] == options.seed + 1
+    [try_event, drain_event] = await deployed.versions.history()
+    assert (try_event.kind, try_event.author, drain_event.kind) == ("try", "learning", "drain")
+
+
+async def test_learning_waits_while_a_version_is_on_trial_and_goes_on_from_the_promoted_one(
+    deployed: Deployment, target_dir: Path
+) -> None:
+    await deployed.add(ALICE, workload("a", 250))
+    await deployed.cycle()
+    first = last(deployed)["version"]
+    await deployed.add(ALICE, workload("b", 300, step=11))
+    await deployed.cycle()
+    assert len(deployed.cycles()) == 1
+    await deployed.versions.promote(first, author="rule")
+    await deployed.cycle()
+    second = last(deployed)
+    assert (second["cycle"], second["present"], second["decision"]) == (2, first, "offered")
+    # The replica that had the old version got the promoted one; the other one then got the canary.
+    assert sorted(draft.version for draft in deployed.drafts) == sorted([first, second["version"]])
+    canary = next(draft for draft in deployed.drafts if draft.version == second["version"])
+    assert acceptance(canary.directory, target_dir, step=11) > acceptance(
+        deployed.options.work / "drafts" / first, target_dir, step=11
+    )
+
+
+async def test_a_canary_that_was_rolled_back_leaves_its_replica(deployed: Deployment) -> None:
+    await deployed.add(ALICE, workload("a", 250))
+    await deployed.cycle()
+    canary = last(deployed)["version"]
+    await deployed.versions.roll_back(author="rule", reason="worse")
+    await deployed.cycle()
+    assert [draft.version for draft in deployed.drafts] == [draft_version(deployed.options.start)] * 2
+    assert len(deployed.cycles()) == 1, "it has read these sessions"
+    assert canary in (await deployed.versions.read()).split.drained
+
+
+async def test_a_draft_that_learned_nothing_is_not_offered(
+    deployed: Deployment, options: FollowOptions
+) -> None:
+    deployed.options = replace(options, rate=1e-7)
+    await deployed.add(ALICE, workload("a", 250))
+    await deployed.cycle()
+    cycle = last(deployed)
+    assert cycle["decision"] == "not offered"
+    assert cycle["reason"].startswith("not better")
+    assert not any(draft.loads for draft in deployed.drafts)
+    assert (await deployed.versions.read()).epoch == 0
+
+
+async def test_a_flood_and_adversarial_sessions_do_no_harm(
+    deployed: Deployment, options: FollowOptions, target_dir: Path
+) -> None:
+    source = np.random.default_rng(4)
+    flood = [replace(one, tokens=source.integers(2, VOCAB, 40).tolist()) for one in workload("f", 600)]
+    loops = [replace(one, tokens=[*one.tokens[:4], *[9, 8, 7] * 12]) for one in workload("c", 60)]
+    beyond = [replace(one, tokens=[*one.tokens[:-1], VOCAB + 5]) for one in workload("d", 40)]
+    await deployed.add(BOB, [*flood, *loops, *beyond])
+    await deployed.add(ALICE, workload("a", 250))
+    await deployed.cycle()
+    cycle = last(deployed)
+    counts = list(cycle["inputs"]["principals"].values())
+    assert sorted(one["looping"] for one in counts) == [0, 60]
+    assert sorted(one["invalid"] for one in counts) == [0, 40]
+    assert max(one["train_tokens"] for one in counts) <= 8_000
+    made = options.work / "drafts" / cycle["version"]
+    assert acceptance(made, target_dir) > acceptance(options.start, target_dir) + 0.1
+
+
+async def test_conversations_of_the_corpus_are_mixed_in_and_measured(
+    deployed: Deployment, options: FollowOptions, tmp_path: Path, target_dir: Path
+) -> None:
+    known = workload("k", 200, step=23)
+    path = tmp_path / "corpus.npz"
+    write_corpus(corpus_of([Conversation(one.tokens, 4, "known", 0.0) for one in known]), path)
+    deployed.options = replace(options, corpus=(path,))
+    await deployed.add(ALICE, workload("a", 250))
+    await deployed.cycle()
+    cycle = last(deployed)
+    assert cycle["acceptance"]["corpus"]["sessions"] >= 8
+    assert cycle["acceptance"]["corpus"]["difference"] > 0
+    made = options.work / "drafts" / cycle["version"]
+    assert acceptance(made, target_dir, step=23) > acceptance(options.start, target_dir, step=23)
+
+
+async def test_a_refused_load_is_recorded_and_its_version_gets_no_sessions(deployed: Deployment) -> None:
+    for draft in deployed.drafts:
+        draft.refusal = "another vocabulary"
+    await deployed.add(ALICE, workload("a", 250))
+    await deployed.cycle()
+    cycle = last(deployed)
+    assert cycle["decision"] == "not offered"
+    assert cycle["reason"].endswith("another vocabulary")
+    split = (await deployed.versions.read()).split
+    assert split.canary == ""
+    assert split.drained == {cycle["version"]}
+
+
+async def test_without_a_second_replica_nothing_is_offered(
+    server: Server, options: FollowOptions, tmp_path: Path
+) -> None:
+    await server.command("FLUSHALL")
+    async with deployment(server, options, [draft_version(options.start)], tmp_path) as deployed:
+        await deployed.add(ALICE, workload("a", 250))
+        await deployed.cycle()
+        assert "--max-load-mib" in last(deployed)["reason"]
+        assert not deployed.drafts[0].loads
+
+
+async def test_a_version_that_was_not_trained_here_is_not_replaced(deployed: Deployment) -> None:
+    await deployed.versions.promote("another", author="a person")
+    await deployed.add(ALICE, workload("a", 250))
+    with capture_logs() as logs:
+        await deployed.cycle()
+    assert not deployed.cycles()
+    assert any("another was not trained here" in line.get("reason", "") for line in logs)
+
+
+async def test_a_cycle_is_replayed_from_its_record_while_its_sessions_are_there(
+    deployed: Deployment, options: FollowOptions
+) -> None:
+    sessions = workload("a", 250)
+    await deployed.add(ALICE, sessions)
+    await deployed.cycle()
+    await deployed.add(ALICE, workload("b", 30, step=11))
+    replayed = await deployed.follower().replay(1)
+    assert replayed.version == replayed.recorded == last(deployed)["version"]
+    assert len([draft for draft in deployed.drafts if draft.loads]) == 1, "a replay offers nothing"
+    deployed.options = replace(options, rate=0.03)
+    with pytest.raises(InvalidField, match=r"rate = 0\.02"):
+        await deployed.follower().replay(1)
+    deployed.options = options
+    await deployed.spool.remove(ALICE, sessions[0].session_id, is_recent=False)
+    with pytest.raises(InvalidField, match="1 of 250 sessions are gone"):
+        await deployed.follower().replay(1)
+    with pytest.raises(InvalidField, match="must be a cycle"):
+        await deployed.follower().replay(7)
+
+
+async def test_learning_is_stopped_within_a_step_and_leaves_nothing(
+    deployed: Deployment, options: FollowOptions
+) -> None:
+    deployed.options = replace(options, cycle_tokens=10**9, every_s=3600)
+    await deployed.add(ALICE, workload("a", 250))
+    await deployed.register()
+    with capture_logs() as logs:
+        running = asyncio.create_task(deployed.follower().run(deployed.stop))
+        async with asyncio.timeout(60):
+            while not any(line["event"] == "training" for line in logs):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            deployed.stop.set()
+            await running
+    assert not deployed.cycles()
+    assert not list((options.work / "drafts").iterdir())
+
+
+async def test_a_store_that_is_away_delays_a_cycle(deployed: Deployment, options: FollowOptions) -> None:
+    await deployed.add(ALICE, workload("a", 250))
+    follower = deployed.follower()
+    cast("Any", follower)._spool = type("Away", (), {"principals": _away})()
+    with capture_logs() as logs:
+        await follower.run(deployed.stop, cycles=1)
+    assert [line["event"] for line in logs] == ["cycle failed"]
+
+
+async def _away(_self: object) -> list[str]:
+    raise StoreUnavailable("the session store is unavailable")
+
+
+async def test_no_token_id_is_found_outside_of_the_spool_and_forgetting_removes_all(
+    server: Server, deployed: Deployment, options: FollowOptions
+) -> None:
+    """Look for runs of tokens in all forms in which a program might have written them."""
+    sessions = {ALICE: workload("a", 250), BOB: workload("b", 250, step=11, seed=2)}
+    with capture_logs() as logs:
+        for principal, of_it in sessions.items():
+            await deployed.add(principal, of_it)
+        await deployed.cycle()
+    assert deployed.cycles()
+    runs = [one.tokens[at : at + 5] for of_it in sessions.values() for one in of_it for at in range(0, 35, 5)]
+    files = [path for path in options.work.rglob("*") if path.is_file()]
+    assert {path.name for path in files} == {"cycles.jsonl", "key", "config.json", "model.safetensors"}
+    told = b"\n".join([*(path.read_bytes() for path in files), json.dumps(logs, default=str).encode()])
+    for run in runs:
+        for kind in "BHIQ":
+            assert len(run) < 5 or kind == "B" or array(kind, run).tobytes() not in told
+        assert ",".join(map(str, run)).encode() not in told
+        assert ", ".join(map(str, run)).encode() not in told
+    for name in (ALICE, BOB, *(one.session_id for of_it in sessions.values() for one in of_it[:20])):
+        assert name.encode() not in told
+    for principal, others in ((ALICE, BOB), (BOB, ALICE)):
+        keys = await server.command("KEYS", f"galley:learning:*:{principal}")
+        held = [await server.command("GET", key.decode()) for key in keys if b":entry:" in key]
+        assert len(held) == 250
+        for one in sessions[others][:50]:
+            assert not any(array("I", one.tokens).tobytes() in entry for entry in held)
+    assert await deployed.spool.forget(ALICE) == 250
+    left = [key.decode() for key in await server.command("KEYS", "*")]
+    assert [key for key in left if ALICE in key and ":forgotten:" not in key] == []
+    values = [await server.command("GET", key) for key in left if ":entry:" in key]
+    assert len(values) == 250
+    for one in sessions[ALICE]:
+        assert not any(array("I", one.tokens).tobytes() in entry for entry in values)
+    with pytest.raises(InvalidField, match="sessions are gone"):
+        await deployed.follower().replay(1)
+
+
+def _command(deployed: Deployment, *more: str) -> list[str]:
+    options = deployed.options
+    flags: dict[str, object] = {
+        "target": options.target,
+        "start": options.start,
+        "redis-url": deployed.url,
+        "pool": POOL,
+        "cycle-tokens": options.cycle_tokens,
+        "new-tokens": options.new_tokens,
+        "batch": options.batch,
+        "rate": options.rate,
+        "dtype": options.dtype,
+    }
+    written = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    return [str(options.work), *written, *more]
+
+
+async def test_the_command_learns_until_it_is_told_to_stop_and_replays(deployed: Deployment) -> None:
+    await deployed.add(ALICE, workload("a", 250))
+    await deployed.register()
+    command = [sys.executable, "-m", "galley.cli", "distill", *_command(deployed, "--follow")]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    assert process.stderr is not None
+    async with asyncio.timeout(120):
+        while line := await process.stderr.readline():
+            if b"cycle ended" in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
+        await process.stderr.read()
+    assert last(deployed)["decision"] == "offered"
+    app = typer.Typer()
+    app.command()(distill)
+    replay = _command(deployed, "--replay", "1")
+    replayed = await asyncio.to_thread(CliRunner().invoke, app, replay)
+    assert replayed.exit_code == 0, replayed.output
+    assert f"the same draft, {last(deployed)['version']}" in replayed.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--follow", "--self-prompts", "5"], "--self-prompts"),
+        (["--follow", "--target", "some/model"], "--start"),
+        (["--follow", "--share", "0.9"], "--share"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused_before_any_work(
+    tmp_path: Path, flags: list[str], problem: str
+) -> None:
+    app = typer.Typer()
+    app.command()(distill)
+    work = tmp_path / "work"
+    refused = CliRunner().invoke(app, [str(work), *flags], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert refused.exit_code == 2
+    assert problem in refused.output
+    assert not work.exists()
