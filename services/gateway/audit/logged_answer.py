@@ -51,8 +51,10 @@ class LoggedAnswer:
 
 
 async def logged_answer(stored: StoredSession) -> LoggedAnswer:
-    """Return the answer of a stored session. Raise LogLost if it cannot be read."""
+    """Return the answer of a stored session. Raise LogLost if it cannot be read, or no target computed it."""
     spec, length = stored_spec(stored), len(stored.tokens)
+    if length > spec.max_position or max(stored.tokens) >= spec.vocab_size:
+        raise LogLost("the log has tokens that no target draws")
     starts: list[tuple[int, str]] = []
     position = stored.prompt_len
     try:
