@@ -92,11 +92,10 @@ def _totals(counts: AuditCounts) -> Iterator[str]:
     if not counts.sessions:
         yield "no session was audited yet"
         return
-    yield f"{counts.sessions:,} sessions audited, {counts.damaged:,} damaged in the store"
-    yield f"deterministic builds: {counts.tokens:,} tokens computed again, {counts.differing:,} differ"
+    yield f"audited sessions: {counts.sessions:,}, damaged in the store: {counts.damaged:,}"
+    yield f"deterministic builds: {counts.differing:,} of {counts.tokens:,} tokens differ"
     if counts.loose_tokens:
-        tokens, differing = counts.loose_tokens, counts.loose_differing
-        yield f"other builds: {tokens:,} tokens computed again, {differing:,} differ"
+        yield f"other builds: {counts.loose_differing:,} of {counts.loose_tokens:,} tokens differ"
 
 
 def _print(report: AuditReport) -> None:

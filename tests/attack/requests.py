@@ -285,6 +285,7 @@ _MAKERS: dict[tuple[str, str], dict[str, _Maker]] = {
         "Resume": (_resume, 6),
         "Abort": (lambda random, known: pb.AbortRequest(session_id=random.choice(known.ids)), 4),
         "Audit": (lambda random, known: pb.AuditRequest(session_id=random.choice(known.ids)), 4),
+        "GetAuditCounts": (lambda random, known: pb.GetAuditCountsRequest(), 1),
         "GetModelInfo": (lambda random, known: pb.GetModelInfoRequest(), 2),
     },
     ("target", "galley.v1.Target"): {

@@ -76,6 +76,8 @@ def calls() -> Sequence[tuple[str, Message]]:
         ("Generate", hello()),
         ("Resume", pb.ResumeRequest(session_id=UNKNOWN)),
         ("Abort", pb.AbortRequest(session_id=UNKNOWN)),
+        ("Audit", pb.AuditRequest(session_id=UNKNOWN)),
+        ("GetAuditCounts", pb.GetAuditCountsRequest()),
         ("GetModelInfo", pb.GetModelInfoRequest()),
     )
 
@@ -143,7 +145,8 @@ async def test_session_of_another_principal_is_answered_as_unknown(
         if not live:
             assert [event async for event in stream][-1].HasField("finished")
         theirs = stream.session_id
-        for method, kind in (("Resume", pb.ResumeRequest), ("Abort", pb.AbortRequest)):
+        kinds = {"Resume": pb.ResumeRequest, "Abort": pb.AbortRequest, "Audit": pb.AuditRequest}
+        for method, kind in kinds.items():
             foreign, unknown = [
                 await end_of(channel, method, kind(session_id=session_id), (("x-api-key", BAD),))
                 for session_id in (theirs, UNKNOWN)

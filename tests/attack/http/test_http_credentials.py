@@ -19,6 +19,7 @@ PATHS = (
     *(("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models")),
     *(("GET", f"/v1/sessions/{UNKNOWN}"), ("DELETE", f"/v1/sessions/{UNKNOWN}"), ("GET", "/metrics")),
     *(("GET", f"/v1/sessions/{UNKNOWN}/events"), ("POST", "/tokenize"), ("POST", "/detokenize")),
+    *(("POST", f"/v1/sessions/{UNKNOWN}/audit"), ("GET", "/v1/audit")),
     *(("POST", "/v1/responses"), ("GET", f"/v1/responses/resp_{UNKNOWN}"), ("GET", "/docs/nothing")),
     *(("GET", "/v1/nothing"), ("PUT", "/v1/models"), ("TRACE", "/v1/models"), ("OPTIONS", "/v1/completions")),
 )
@@ -71,14 +72,14 @@ async def test_session_of_another_principal_is_answered_as_unknown(stack: Attack
             await events.listen(response, until=3 if live else None)
             theirs = events.session_id
             assert theirs
-            for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/events")):
+            for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/events"), ("POST", "/audit")):
                 foreign, unknown = [
                     await other.raw.request(
                         method, f"/v1/sessions/{one}{path}", headers={"last-event-id": events.last_id}
                     )
                     for one in (theirs, UNKNOWN)
                 ]
-                if events.last_id == "done" and path:  # tells nothing of any session
+                if events.last_id == "done" and path == "/events":  # tells nothing of any session
                     assert foreign.status_code == unknown.status_code == 204
                     continue
                 assert foreign.status_code == 404

@@ -118,12 +118,12 @@ def test_totals_without_a_session() -> None:
     done = ask(gateway, "audit")
     assert done.exit_code == 0
     assert done.stdout == (
-        "1,200 sessions audited, 1 damaged in the store\n"
-        "deterministic builds: 1,204,331 tokens computed again, 0 differ\n"
+        "audited sessions: 1,200, damaged in the store: 1\n"
+        "deterministic builds: 0 of 1,204,331 tokens differ\n"
     )
     assert json.loads(ask(gateway, "audit", "--json").stdout) == asdict(counts)
     gateway.audit_counts.loose_tokens, gateway.audit_counts.loose_differing = 5000, 2
-    assert ask(gateway, "audit").stdout.endswith("other builds: 5,000 tokens computed again, 2 differ\n")
+    assert ask(gateway, "audit").stdout.endswith("other builds: 2 of 5,000 tokens differ\n")
 
 
 def test_no_audit_yet() -> None:
