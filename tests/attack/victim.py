@@ -43,6 +43,7 @@ from services.draft.__main__ import build as build_draft
 from services.draft.settings import DraftSettings
 from services.gateway.service import prepare
 from services.gateway.settings import GatewaySettings
+from services.gateway.versions import keeper
 from services.target.engine.protocol import Limits
 from services.target.servicer import TargetService
 from services.target.settings import TargetSettings
@@ -52,6 +53,8 @@ from tests.fakes.truth import END, VOCAB, true_next
 
 _PASS_S = 0.002
 _TICK_S = 0.01
+_UNREAD_S = 3600.0
+"""Time between two reads of the versions of drafts: tests count the commands that calls cause."""
 _TIMES = StepTimes.measured([(1, 2_000_000), (1024, 2_000_001)])
 
 
@@ -142,6 +145,7 @@ class Victim:
                 **common,
             }
         )
+        keeper.READ_S = _UNREAD_S
         prepared = prepare(gateway)
         return gateway, prepared.build, prepared.interceptors
 

@@ -18,7 +18,8 @@ class MemoryVersions:
         self.events: list[VersionEvent] = []
         self.refused = 0
         """Changes of a state that had changed before."""
-        self.is_away = False
+        self.away: Collection[str] = ()
+        """The calls that fail."""
         self.calls: Counter[str] = Counter()
 
     async def read(self) -> VersionState:
@@ -53,5 +54,5 @@ class MemoryVersions:
 
     def _call(self, name: str) -> None:
         self.calls[name] += 1
-        if self.is_away:
+        if name in self.away:
             raise StoreUnavailable("the session store is unavailable")

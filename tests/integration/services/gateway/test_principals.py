@@ -17,6 +17,7 @@ from galley.client.errors import GalleyRpcError
 from galley.client.options import Speculation
 from galley.common.tls import files
 from services.gateway.auth import authentication
+from services.gateway.versions import keeper
 from tests.fakes.log_lines import logged
 from tests.fakes.redis_servers import Server
 from tests.fakes.truth import CONTEXT, true_output
@@ -129,6 +130,12 @@ async def test_session_of_another_principal_is_not_found(world: World, alice: Ga
     error = await refused(receive(bob.client.resume(stream.session_id, 0)))
     assert error.code is grpc.StatusCode.NOT_FOUND
     must_be_true(await receive(alice.client.resume(stream.session_id, 0)))
+
+
+@pytest.fixture(autouse=True)
+def unread_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have gateways read the versions of drafts only when they start: tests count the store's commands."""
+    monkeypatch.setattr(keeper, "READ_S", 3600.0)
 
 
 async def requests_of(store: Server) -> dict[str, int]:

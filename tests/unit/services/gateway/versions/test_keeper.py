@@ -166,12 +166,13 @@ async def test_no_session_counts_while_no_draft_of_the_canary_is_there(
     assert sum(counts.sessions for counts in store.sums.values()) == 20
 
 
+@pytest.mark.parametrize("away", ["read", "add"])
 async def test_counts_wait_for_a_store_that_is_away(
-    keeper: VersionKeeper, store: MemoryVersions, drafts: ServedDrafts
+    away: str, keeper: VersionKeeper, store: MemoryVersions, drafts: ServedDrafts
 ) -> None:
     await _begin(store, keeper)
     split = store.state.split
-    store.is_away = True
+    store.away = (away,)
     with capture_logs() as logs:
         for _ in range(3):
             _sessions(keeper, drafts, 10)
@@ -179,8 +180,7 @@ async def test_counts_wait_for_a_store_that_is_away(
     assert [line["event"] for line in logs] == ["versions of drafts unavailable; the split stays"]
     assert keeper.state.split == split
 
-    store.is_away = False
-    await keeper.turn()
+    store.away = ()
     await keeper.turn()
     assert sum(counts.sessions for counts in store.sums.values()) == 30
 
