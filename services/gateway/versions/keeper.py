@@ -14,6 +14,7 @@ from functools import partial
 from typing import Protocol
 
 from galley.common.logs import get_logger
+from galley.core import names
 from galley.core.answer.answer import SessionSpec
 from galley.core.errors import GalleyError
 from galley.core.versions.counts import VersionCounts
@@ -29,6 +30,7 @@ from galley.core.versions.state import (
 )
 from services.gateway.replicas.draft_session import DraftSession
 from services.gateway.replicas.drafts import DraftPool
+from services.gateway.telemetry.observer import request_observer
 from services.gateway.telemetry.version_metrics import VersionMetrics
 from services.gateway.versions.tally import SessionTally
 
@@ -88,7 +90,11 @@ class VersionKeeper:
         split = self.state.split
         if not split.canary or not self._drafts.serves(split.canary):
             return None
-        version = split.canary if self._drafts.is_canary(spec) else split.stable
+        is_canary = self._drafts.is_canary(spec)
+        version = split.canary if is_canary else split.stable
+        request_observer().event(
+            names.DRAFT_ASSIGNED, {names.DRAFT_VERSION: version, names.IS_CANARY: is_canary}
+        )
         return SessionTally(draft, partial(self._count, version, self.state.trial))
 
     async def turn(self) -> None:

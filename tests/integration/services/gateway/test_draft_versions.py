@@ -16,12 +16,14 @@ from galley.common.metrics.labels import GATEWAY
 from galley.common.metrics.registry import Registry
 from galley.common.registry.trials import DraftVersions
 from galley.common.server.server import Parts
+from galley.core import names
 from galley.core.versions.split import Split
 from galley.core.versions.state import VersionState
 from services.gateway.versions import keeper
 from services.gateway.versions.keeper import VersionKeeper
 from tests.fakes.fleet import DraftFleet
 from tests.fakes.readings import number
+from tests.fakes.spans import KeptSpans, attributes_of
 from tests.fakes.waiting import Watch
 from tests.fakes.world import Gateway, Received, World, must_be_true, receive
 
@@ -123,6 +125,20 @@ async def test_all_gateways_give_a_session_to_the_same_version(versions: Version
     await versions.turn()
     assert await versions.counted() == {"": len(old), "new": len(new)}
     assert number(versions.registries[0], catalogue.DRAFT_VERSION_SHARE, "new") == 0.5
+
+
+async def test_a_trace_names_the_version_that_a_session_is_given(versions: Versions) -> None:
+    kept = KeptSpans()
+    gateway = await versions.world.gateway_of(kept.parts(), draft="", pool=versions.pool)
+    state = await versions.begin()
+    await versions.answer(gateway, number=6)
+
+    requests = await kept.requests(6)
+    for request in requests:
+        [assigned] = kept.events(request, names.DRAFT_ASSIGNED)
+        session_id = str(attributes_of(request)[names.SESSION_ID])
+        is_canary = state.split.is_canary(session_id, b"", "")
+        assert assigned == {names.DRAFT_VERSION: "new" if is_canary else "", names.IS_CANARY: is_canary}
 
 
 async def test_a_bad_version_is_rolled_back(versions: Versions) -> None:
