@@ -226,6 +226,16 @@ def _propose_stream(random: Random, known: Known) -> pb.ProposeStreamRequest:
     return request
 
 
+def _load_draft(random: Random, known: Known) -> pb.LoadDraftRequest:
+    if random.random() < 0.5:
+        return pb.LoadDraftRequest(data=random.randbytes(random.randint(0, 64)))
+    files = [
+        pb.DraftFile(name=name, size=random.choice((0, 1, 2**64 - 1)), digest=random.randbytes(16))
+        for name in ("config.json", random.choice(("model.safetensors", "../x", "")))
+    ]
+    return pb.LoadDraftRequest(draft=pb.DraftFiles(files=files, version=random.choice(("", "v", "/"))))
+
+
 def _several(make: Callable[[Random, Known], T], random: Random, known: Known) -> list[T]:
     return [make(random, known) for _ in range(random.randint(1, 4))]
 
@@ -297,6 +307,7 @@ _MAKERS: dict[tuple[str, str], dict[str, _Maker]] = {
         "Propose": (lambda r, known: pb.ProposeRequest(items=_several(_propose_item, r, known)), 12),
         "ProposeStream": (_propose_stream, 12),
         "GetDraftInfo": (lambda random, known: pb.GetDraftInfoRequest(), 1),
+        "LoadDraft": (_load_draft, 2),
     },
     ("collector", "opentelemetry.proto.collector.trace.v1.TraceService"): {"Export": (_export, 12)},
     **{(service, "grpc.health.v1.Health"): _HEALTH for service in (*SERVICES, HEALTH)},
