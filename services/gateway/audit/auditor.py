@@ -113,13 +113,19 @@ class _Run:
     def has_failed(self) -> bool:
         return self._failures > _MAX_FAILURES
 
-    def move(self) -> None:
-        """Go on at another replica of the build, if there is one: this one has failed."""
+    def move(self) -> bool:
+        """Go on at another replica of the build: this one has failed. Return False if there is none."""
         self.replay.restart()
         self._failed.add(self.replica.target.address)
         other = choose(self._tools.targets, self._answer, self.fingerprint, self._failed)
-        if other is not None and other is not self.replica.target:
-            self.replica = AuditedReplica(other, self._spec, self._tools.verify_ns)
+        if other is None or other is self.replica.target:
+            return False
+        self.replica = AuditedReplica(other, self._spec, self._tools.verify_ns)
+        return True
+
+    def give_up(self) -> None:
+        """Compare no further tokens: no replica of the build is left."""
+        self._failures = _MAX_FAILURES + 1
 
     def report(self, session_id: str) -> AuditReport:
         replay, target = self.replay, self.replica.target
@@ -246,8 +252,10 @@ class Auditor:
 
     async def _take_turn(self, run: _Run) -> None:
         """Have the target compute for a turn, while it is idle, or wait until it may be."""
-        if not run.replica.target.is_accepted:
-            run.move()
+        target = run.replica.target
+        if not (target.is_accepted and target.is_up) and not run.move():
+            run.give_up()
+            return
         replica, address = run.replica, run.replica.target.address
         if not await replica.is_idle():
             await asyncio.sleep(_LOOK_S)

@@ -392,6 +392,11 @@ class ReplicaClient(RequestStream[RequestT, ResponseT], ABC):
             info = await self._describe(timeout_s)
         except grpc.aio.UsageError as error:
             raise Unavailable(f"the connection to {self.address} was closed") from error
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            # A channel that is closed cancels its calls, not the tasks that await them.
+            raise Unavailable(f"the connection to {self.address} was closed") from None
         if (fault := self._fault_in(info)) is not None:
             raise fault
         if self.is_broken or (was_outdated and self.is_outdated):  # no concurrent call has met it meanwhile
