@@ -34,7 +34,7 @@ class MemoryVersions:
         self.state = replace(new, since_ms=new.epoch)
         self.events.append(replace(event, epoch=new.epoch))
         if new.trial == new.epoch:
-            for name in (new.split.stable, new.split.canary):
+            for name in {new.split.stable, new.split.canary, ""}:
                 self.sums.pop(name, None)
         return True
 

@@ -84,10 +84,11 @@ class DraftVersions:
     async def change(self, expected_epoch: int, new: VersionState, event: VersionEvent) -> bool:
         """Replace the state of `expected_epoch`, and note the event. Return False if it has changed since.
 
-        A state that begins a trial resets the counts of both its versions.
+        A state that begins a trial resets the counts of both its versions, and of all that it does not name:
+        they are the stable ones once a drain in mid-trial leaves none by name.
         """
         split = new.split
-        resets = [self._counts_key(name) for name in {split.stable, split.canary}]
+        resets = [self._counts_key(name) for name in {split.stable, split.canary, ""}]
         keys = (self._key, self._history_key, *(resets if new.trial == new.epoch else ()))
         noted = json.dumps({k: v for k, v in asdict(event).items() if k not in {"at_ms", "epoch"}})
         flat = [part for pair in _encode(new).items() for part in pair]
@@ -220,11 +221,15 @@ def _split_by(text: str) -> SplitBy:
 
 
 def _counts(values: dict[str, bytes]) -> VersionCounts:
-    sums: dict[str, Any] = {
-        name: float(value) if name in FLOATS else int(value)
-        for name, value in values.items()
-        if name in FIELDS
-    }
+    """Decode counts. Raise Broken if they cannot be read."""
+    try:
+        sums: dict[str, Any] = {
+            name: float(value) if name in FLOATS else int(value)
+            for name, value in values.items()
+            if name in FIELDS
+        }
+    except ValueError as error:
+        raise Broken(f"the counts of a draft's version cannot be read: {error}") from error
     return VersionCounts(**sums)
 
 

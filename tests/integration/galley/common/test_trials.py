@@ -143,6 +143,19 @@ async def test_a_new_trial_begins_with_no_counts_and_takes_none_of_an_earlier_on
     assert (await drafts.counts())["new"] == COUNTS
 
 
+async def test_a_drain_of_the_stable_version_does_not_bring_back_the_counts_of_an_earlier_trial(
+    drafts: DraftVersions,
+) -> None:
+    first = (await drafts.try_version("one", 0.1)).trial
+    assert await drafts.add("", COUNTS, first)
+    await drafts.promote("one")
+    await drafts.try_version("two", 0.1)
+    state = await drafts.drain("one")
+
+    assert (state.split.stable, state.split.canary) == ("", "two")
+    assert (await drafts.counts([""])) == {"": VersionCounts()}
+
+
 async def test_pools_do_not_see_one_another(drafts: DraftVersions, server: Server | Cluster) -> None:
     other = DraftVersions(server.url, "other", call_timeout_s=5)
     await drafts.drain("bad")
@@ -157,6 +170,18 @@ async def test_a_state_that_cannot_be_read_says_so(drafts: DraftVersions, server
 
     with pytest.raises(Broken, match="cannot be read: moon"):
         await drafts.read()
+
+
+@pytest.mark.parametrize(("name", "value"), [("sessions", "many"), ("round_sq", "moon")])
+async def test_counts_that_cannot_be_read_say_so(
+    drafts: DraftVersions, server: Server | Cluster, name: str, value: str
+) -> None:
+    trial = (await drafts.try_version("new", 0.1)).trial
+    await drafts.add("new", COUNTS, trial)
+    await server.command("HSET", "galley:drafts:{default}:counts:new", name, value)
+
+    with pytest.raises(Broken, match="counts of a draft's version cannot be read"):
+        await drafts.counts(["new"])
 
 
 async def test_a_redis_that_is_away_is_said_so() -> None:
