@@ -261,6 +261,8 @@ async def _generation(
     streams = _streams(settings, tuning, store, drafts, targets, tokenizer, keeper)
     threads = FairThreads()
     streams.own_sources = OwnSources(partial(grammars.compiled, threads))
+    if keeper is not None:
+        streams.draft_version_of = keeper.version_of
     streams.on_call = targets.turns.expect_calls
     streams.is_saturated = lambda: targets.turns.is_saturated(asyncio.get_running_loop().time())
     opened.push_async_callback(streams.close)

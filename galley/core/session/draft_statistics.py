@@ -119,6 +119,10 @@ def _mean(before: float, seen: float, weight: float) -> float:
     return before + weight * (seen - before) if before else seen
 
 
+def _named(version: str) -> tuple[str, ...]:
+    return (version,) if version else ()
+
+
 class SharedStatistics:
     """Statistics that the sessions of a gateway share: drafts by workload, and the load of the target.
 
@@ -141,16 +145,20 @@ class SharedStatistics:
         self.takes_trees = True
         self._drafts: LruCache[tuple[str, ...], DraftStatistics] = LruCache(DraftStatistics, _WORKLOADS)
 
-    def for_workload(self, strategy: str, workload: str, lora: str = "") -> DraftStatistics:
+    def for_workload(
+        self, strategy: str, workload: str, lora: str = "", version: str = ""
+    ) -> DraftStatistics:
         """Return the statistics of a workload, which start as a copy of its strategy's (an LRU cache).
 
-        Those of a LoRA adapter are its own: drafts propose for the model itself.
+        Those of a LoRA adapter are its own: drafts propose for the model itself. So are those of a version of
+        the draft that its sessions are given.
         """
-        overall = self.for_strategy(strategy)
-        return self._drafts.get((strategy, workload, lora), lambda: replace(overall, tokens=0, budget_ns=0.0))
+        overall = self.for_strategy(strategy, version)
+        key = (strategy, workload, lora, *_named(version))
+        return self._drafts.get(key, lambda: replace(overall, tokens=0, budget_ns=0.0))
 
-    def for_strategy(self, strategy: str) -> DraftStatistics:
-        return self._drafts.get((strategy,))
+    def for_strategy(self, strategy: str, version: str = "") -> DraftStatistics:
+        return self._drafts.get((strategy, *_named(version)))
 
     def record_step(self, compute_ns: int, sessions: int, row_ns: int, confirmed: int) -> None:
         """Record a step of `sessions` sessions. One got `confirmed` tokens; a draft row adds `row_ns`."""

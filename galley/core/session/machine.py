@@ -111,7 +111,7 @@ class SessionLimits:
 class Session:
     """One session. Call `start` once, then `step` with each event."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # what it takes over, and from where
         self,
         answer: Answer,
         limits: SessionLimits | None = None,
@@ -121,10 +121,12 @@ class Session:
         finished: Ending | None = None,
         shared: SharedStatistics | None = None,
         sources: LocalSources | None = None,
+        draft_version: str = "",
     ) -> None:
         """Take over an `answer` that holds what the log holds; `finished` is its ending, if stored.
 
-        `shared` are the statistics of all sessions of a gateway. `sources` are those of the session itself,
+        `shared` are the statistics of all sessions of a gateway, where those of a `draft_version` have their
+        own. `sources` are those of the session itself,
         at the end of the answer. The client has output tokens [0, stream_from), whose hash is `seen_hash`
         (empty: not checked).
         """
@@ -133,7 +135,7 @@ class Session:
         self.phase = Phase.READY
         self.limits = limits = limits or SessionLimits()
         self._delivery = Delivery(answer, stream_from, seen_hash)
-        self._speculation = Speculation(answer.spec, shared or SharedStatistics())
+        self._speculation = Speculation(answer.spec, shared or SharedStatistics(), draft_version)
         self._drafting = Drafting(limits.draft_cooldown_ns, limits.max_draft_cooldown_ns, self._speculation)
         self._verifying = Verifying(
             min(limits.credit, limits.window),

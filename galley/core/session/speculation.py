@@ -68,14 +68,15 @@ _STEPS_TO_COME = 32
 
 
 class Speculation:
-    def __init__(self, spec: SessionSpec, shared: SharedStatistics) -> None:
+    def __init__(self, spec: SessionSpec, shared: SharedStatistics, version: str = "") -> None:
+        """`version` is that of the draft which the session is given, empty if it is given none by name."""
         self._k = spec.k
         self._auto = spec.auto
         self._most_width = spec.width
         # The most tokens to request now for one position, as of the last `tokens_to_draft`.
         self.width = 1
-        self._workload = shared.for_workload(spec.strategy, spec.workload, spec.lora)
-        self._parents = (self._workload, shared.for_strategy(spec.strategy))
+        self._workload = shared.for_workload(spec.strategy, spec.workload, spec.lora, version)
+        self._parents = (self._workload, shared.for_strategy(spec.strategy, version))
         self.shared = shared
         self._takes_trees = shared.takes_trees
         self.statistics = replace(self._workload, tokens=0)

@@ -82,6 +82,8 @@ class Streams:
         """Tells whether the gateway has more to do than it can: it admits no further streams then."""
         self.on_call: Callable[[], None] = lambda: None
         """Called for each new stream, also one that is refused."""
+        self.draft_version_of: Callable[[SessionSpec], str] = lambda _: ""
+        """Returns the version of the draft that a session is given; empty: none by name."""
         self.own_sources = OwnSources()
         self.on_finished: list[Callable[[Session, StoredSession, Principal], None]] = []
         """Called for each session whose ending this gateway stored, at once; must neither block nor raise.
@@ -358,6 +360,7 @@ class Streams:
             finished=finished,
             shared=self.shared,
             sources=await self.own_sources.of(answer, stored.principal, is_over=is_over),
+            draft_version=self.draft_version_of(answer.spec),
         )
 
     def _runner(

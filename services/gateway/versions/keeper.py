@@ -81,19 +81,22 @@ class VersionKeeper:
         await self.turn()
         self._task = asyncio.create_task(self._follow())
 
+    def version_of(self, spec: SessionSpec) -> str:
+        """Return the version that a session is given; empty for one that is given none by name."""
+        return self.state.split.canary if self._drafts.is_canary(spec) else self.state.split.stable
+
     def tally(self, spec: SessionSpec, draft: DraftSession) -> SessionTally | None:
         """Return what counts a session that begins or goes on here; None without a trial.
 
-        The session counts for the version that it is given, whichever serves it. While no draft of the canary
-        is available, no session counts, for either version.
+        The session counts for the version that it is given, whichever serves it. One that requests no drafts
+        does not count. While no draft of the canary is available, none does, for either version.
         """
-        split = self.state.split
-        if not split.canary or not self._drafts.serves(split.canary):
+        canary = self.state.split.canary
+        if not canary or not spec.k or not self._drafts.serves(canary):
             return None
-        is_canary = self._drafts.is_canary(spec)
-        version = split.canary if is_canary else split.stable
+        version = self.version_of(spec)
         request_observer().event(
-            names.DRAFT_ASSIGNED, {names.DRAFT_VERSION: version, names.IS_CANARY: is_canary}
+            names.DRAFT_ASSIGNED, {names.DRAFT_VERSION: version, names.IS_CANARY: version == canary}
         )
         return SessionTally(draft, partial(self._count, version, self.state.trial))
 

@@ -110,6 +110,8 @@ class SimGateway:
             self.store, self.clock, self._ports_of, letters, self._limits, timeouts, schedule.slots
         )
         self.streams.watch(world.ledger, self.address)
+        if self.keeper is not None:
+            self.streams.draft_version_of = self.keeper.version_of
         self.grammars = Grammars(VOCABULARY)
         self.streams.own_sources = OwnSources(partial(self.grammars.compiled, FairThreads()))
 

@@ -25,7 +25,7 @@ from tests.fakes.fleet import DraftFleet
 from tests.fakes.readings import number
 from tests.fakes.spans import KeptSpans, attributes_of
 from tests.fakes.waiting import Watch
-from tests.fakes.world import Gateway, Received, World, must_be_true, receive
+from tests.fakes.world import MAX_TOKENS, Gateway, Received, World, must_be_true, receive
 
 FIXED = Speculation(k=4)
 
@@ -61,9 +61,15 @@ class Versions:
         await self.used(state.split)
         return state
 
-    def answers(self, *gateways: Gateway, number: int) -> list[Coroutine[Any, Any, Received]]:
+    def answers(
+        self, *gateways: Gateway, number: int, max_tokens: int = MAX_TOKENS
+    ) -> list[Coroutine[Any, Any, Received]]:
         """Return the reading of so many new sessions of each gateway."""
-        return [receive(gateway.generate(speculation=FIXED)) for gateway in gateways for _ in range(number)]
+        return [
+            receive(gateway.generate(speculation=FIXED, max_tokens=max_tokens))
+            for gateway in gateways
+            for _ in range(number)
+        ]
 
     async def answer(self, *gateways: Gateway, number: int) -> None:
         """Have each gateway answer sessions, and check each token."""
@@ -158,21 +164,25 @@ async def test_a_bad_version_is_rolled_back(versions: Versions) -> None:
 
 
 async def test_open_sessions_leave_a_version_that_is_rolled_back(versions: Versions) -> None:
-    _, new = versions.fleet.members
+    old, new = versions.fleet.members
     gateway = await versions.gateway()
     await versions.begin()
-    versions.world.target.gate.close_after(40)
-    reading = [asyncio.create_task(answer) for answer in versions.answers(gateway, number=10)]
+    versions.world.target.gate.close_after(20)  # no session can end by these
+    answers = versions.answers(gateway, number=10, max_tokens=120)
+    reading = [asyncio.create_task(answer) for answer in answers]
     await versions.world.target.gate.has_waiter()
-    assert new.fake.calls
+    held = new.sessions
+    assert held
     await versions.store.roll_back(author="ann")
     await versions.used(Split(drained=frozenset({"new"})))
     new.fake.calls.clear()
     versions.world.target.gate.open()
 
     for received in await asyncio.gather(*reading):
-        must_be_true(received)
-    assert not new.fake.calls
+        must_be_true(received, 120)
+    assert held <= old.sessions
+    late = Counter(call.slice.session_id for call in new.fake.calls)
+    assert set(late.values()) <= {1}, "only what was under way"
 
 
 async def test_a_better_version_is_promoted_by_one_of_many_gateways(versions: Versions) -> None:

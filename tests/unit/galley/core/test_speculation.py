@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from galley.core.session.draft_statistics import DraftStatistics, SharedStatistics
@@ -260,3 +262,16 @@ def test_probes_that_were_right_are_repeated_at_once_but_not_for_long() -> None:
     speculation.record_token(right=False)
     judge(speculation, 8)
     assert first(speculation) == 0, "until those are paid"
+
+
+def test_a_bad_version_of_the_draft_leaves_the_statistics_of_others_as_they_are() -> None:
+    here, statistics = shared(0.9)
+    before = replace(statistics), replace(here.for_strategy(spec().strategy))
+    bad = Speculation(spec(k=8, auto=True, width=1), here, "bad")
+    for _ in range(100):
+        bad.record_proposal(8, 1, MS, MS, 1)
+        bad.record_token(right=False)
+
+    assert (statistics, here.for_strategy(spec().strategy)) == before
+    assert here.for_workload(spec().strategy, spec().workload, version="bad").alpha < 0.1
+    assert here.for_workload(spec().strategy, spec().workload, version="new").alpha > 0.1

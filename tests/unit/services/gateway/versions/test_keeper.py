@@ -93,7 +93,7 @@ def _sessions(keeper: VersionKeeper, drafts: DraftPool, number: int) -> list[boo
     """Run sessions of one round; return which of them were given to the canary."""
     given = []
     for index in range(number):
-        spec = replace(SPEC, session_id=f"session-{index}")
+        spec = replace(SPEC, session_id=f"session-{index}", k=4)
         tally = keeper.tally(spec, DraftSession(drafts))
         if tally is not None:
             tally.add(_round())
@@ -123,6 +123,15 @@ async def test_a_session_counts_for_the_version_that_it_is_given(
     assert store.sums["new"].sessions == sum(given)
     assert store.sums[""].sessions == 400 - sum(given)
     assert sum(given) / 400 == pytest.approx(SHARE, abs=4 * (0.21 / 400) ** 0.5)
+
+
+async def test_a_session_that_requests_no_drafts_does_not_count(
+    keeper: VersionKeeper, store: MemoryVersions, drafts: ServedDrafts
+) -> None:
+    await _begin(store, keeper)
+
+    assert keeper.tally(replace(SPEC, k=0), DraftSession(drafts)) is None
+    assert keeper.tally(replace(SPEC, k=1), DraftSession(drafts)) is not None
 
 
 async def test_the_counts_of_a_session_are_those_of_its_rounds() -> None:
