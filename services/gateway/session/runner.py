@@ -264,9 +264,9 @@ class SessionRunner:
 
     async def _finish_log(self, effect: ev.StoreFinish) -> None:
         event = await self.log.finish(effect)
-        if isinstance(event, ev.FinishStored):
-            self.on_finished()
         self.post(event)
+        if isinstance(event, ev.FinishStored):
+            self.on_finished()  # at last: an error in it must not keep the client from the ending
 
     def _directory(self, effect: ev.Commit) -> KvDirectory:
         """Return which replicas cache the session; the target is the one that reported the cache length.

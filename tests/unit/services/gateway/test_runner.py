@@ -126,6 +126,15 @@ async def test_the_end_of_a_session_is_reported_once_the_store_has_it() -> None:
     assert states == ["finished"]
 
 
+async def test_whoever_is_told_of_the_end_cannot_fail_the_session() -> None:
+    def fail() -> None:
+        raise ValueError("a fault of the audit, say")
+
+    runner = await runner_of(PortTarget(), FaultyStore())
+    runner.on_finished = fail
+    assert (await run(runner)).error is None
+
+
 async def test_a_session_that_failed_is_not_reported_as_finished() -> None:
     targets = PortTarget()
     runner = await runner_of(targets, FaultyStore())
