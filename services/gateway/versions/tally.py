@@ -26,7 +26,9 @@ class SessionTally:
 
     def add(self, done: RoundEnded) -> None:
         self._output += done.confirmed
-        self._accepted += sum(of.accepted for of in done.sources if of.source not in LOCAL_SOURCES)
+        for of in done.sources:
+            if of.source not in LOCAL_SOURCES:
+                self._accepted += of.accepted
         self._draft_ns += done.draft.compute_ns
         if not done.reads_prompt:
             self._round_ns += done.ended_ns - done.started_ns
