@@ -196,8 +196,8 @@ def _state(values: dict[str, bytes]) -> VersionState:
     try:
         text = {name: value.decode() for name, value in values.items()}
         split = Split(
-            text["stable"],
-            text["canary"],
+            _version(text["stable"]),
+            _version(text["canary"]),
             float(text["share"]),
             _split_by(text["by"]),
             frozenset(name for name in text["drained"].split(",") if name),
@@ -212,6 +212,10 @@ def _state(values: dict[str, bytes]) -> VersionState:
         )
     except (KeyError, ValueError) as error:
         raise Broken(f"the state of the drafts' versions cannot be read: {error}") from error
+
+
+def _version(name: str) -> str:
+    return versions.check_version(name) if name else ""
 
 
 def _split_by(text: str) -> SplitBy:
