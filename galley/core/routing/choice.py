@@ -23,6 +23,8 @@ LOAD_TOKENS = 64
 """Cost of each session at a target, in tokens of prefill."""
 _FEW, _DRAWN = 4, 2
 """Most candidates that are all compared; how many of more are drawn."""
+_SPARE_SESSIONS, _TIMES_OTHERS = 4, 2
+"""Sessions that a draft of the stable version has beyond so many times those of a draft of another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +170,10 @@ class DraftCandidate:
     sessions: int = 0
     is_healthy: bool = True
 
+    @property
+    def load(self) -> int:
+        return max(self.lease.sessions, self.sessions)
+
     def is_home(self, home: Replica | None) -> bool:
         return home is not None and (home.address, home.incarnation) == (
             self.lease.address,
@@ -211,7 +217,8 @@ def choose_draft(
     sessions while there is no other. An address in `avoid` is chosen only if there is no other.
 
     Then come versions that the split gives to others: the canary's for other sessions, which rather try a
-    draft in `avoid` again, and at last drained ones. A canary's session takes any other version first.
+    draft in `avoid` again, and at last drained ones. A canary's session takes any other version first. Others
+    leave the stable version if its drafts have more sessions than twice those of the least busy other one.
     """
     able = [c for c in candidates if strategy in {"", *c.lease.strategies}]
     able = [c for c in able if not c.lease.draining or c.is_home(home)]
@@ -222,14 +229,24 @@ def choose_draft(
             able = [c for c in able if c.lease.version != split.canary] or able
     able = [c for c in able if c.lease.address not in avoid] or able
     if split is not None and (arm := split.canary if is_canary else split.stable):
-        able = [c for c in able if c.lease.version == arm] or able
+        own = [c for c in able if c.lease.version == arm]
+        able = own if own and (is_canary or not _is_crowded(own, able)) else able
     at_home = [c for c in able if c.is_home(home)]
     # The fewest sessions, then the shortest queue; the address makes the order total.
     return min(
         at_home or _compared(able, session_id),
-        key=lambda c: (max(c.lease.sessions, c.sessions), c.lease.queue_depth, c.lease.address),
+        key=lambda c: (c.load, c.lease.queue_depth, c.lease.address),
         default=None,
     )
+
+
+def _is_crowded(own: Sequence[DraftCandidate], able: Sequence[DraftCandidate]) -> bool:
+    """Return True if the drafts of the stable version have too many sessions, beside others that have few.
+
+    A version that was promoted may have a single draft yet.
+    """
+    others = [c.load for c in able if c not in own]
+    return bool(others) and min(c.load for c in own) >= _SPARE_SESSIONS + _TIMES_OTHERS * min(others)
 
 
 def choose_target(

@@ -171,7 +171,7 @@ async def test_a_state_that_cannot_be_read_says_so(
     await drafts.drain("bad")
     await server.command("HSET", "galley:drafts:{default}", name, value)
 
-    with pytest.raises(Broken, match="cannot be read: .*moon"):
+    with pytest.raises(Broken, match=r"cannot be read: .*moon"):
         await drafts.read()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -124,6 +125,27 @@ def test_the_choice_by_version(
     assert not own or chosen in own
     at_home = [it for it in own if it.lease.address == home]
     assert not at_home or chosen in at_home
+
+
+def test_one_draft_of_a_promoted_version_does_not_get_all_sessions() -> None:
+    """It gets about twice as many as each other one."""
+    drafts = {"new": ("v2", 0), **{f"old-{index}": ("v1", 0) for index in range(3)}}
+    for number in range(100):
+        candidates = [candidate(name, version=it, own=has) for name, (it, has) in drafts.items()]
+        chosen = choose_draft("", candidates, session_id=str(number), split=Split(stable="v2"))
+        assert chosen is not None
+        version, has = drafts[chosen.lease.address]
+        drafts[chosen.lease.address] = version, has + 1
+    has_new, *has_old = (has for _, has in drafts.values())
+    assert max(has_old) - min(has_old) <= 1
+    assert has_new - 4 == pytest.approx(2 * min(has_old), abs=2)
+
+
+def test_a_canary_keeps_its_share_however_busy_it_is() -> None:
+    candidates = [candidate("a", version="v1"), candidate("b", version="v2", own=100)]
+    chosen = choose_draft("", candidates, split=Split(canary="v2", share=0.5), is_canary=True)
+    assert chosen is not None
+    assert chosen.lease.version == "v2"
 
 
 def test_a_session_of_the_canary_takes_another_version_rather_than_a_draft_that_failed_it() -> None:
