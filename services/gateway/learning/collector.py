@@ -9,6 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import Context
 from dataclasses import dataclass
 
 from galley.common.logs import get_logger
@@ -59,7 +60,8 @@ class Collector:
             self.on_collected(False)
         self._waiting.append(_Waiting(principal.name, answer, asyncio.get_running_loop().time()))
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._work())
+            # In a context of its own: the task outlives the call that happens to begin it.
+            self._task = asyncio.create_task(self._work(), context=Context())
 
     async def remove(self, session_id: str, principal: Principal, *, is_recent: bool) -> None:
         """Remove a session that its principal deletes. Raise StoreUnavailable: the call can be repeated."""

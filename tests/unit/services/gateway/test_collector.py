@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from typing import Any, cast
 
+from structlog.contextvars import bound_contextvars, get_contextvars
 from structlog.testing import capture_logs
 
 from galley.common.registry.spool import LATEST_ADD_S, LearningSpool, SpooledSession
@@ -29,9 +30,12 @@ class FakeSpool:
         self.may_add = asyncio.Event()
         self.is_away = False
         self.added: list[str] = []
+        self.fields: dict[str, Any] = {}
+        """The fields of log lines when it was last called."""
 
     async def add(self, principal: str, session: SpooledSession, most_tokens: int) -> bool:
         assert (principal, most_tokens) == (ANONYMOUS.name, _MOST)
+        self.fields = get_contextvars()
         await self.may_add.wait()
         if self.is_away:
             raise StoreUnavailable("it is away")
@@ -102,6 +106,17 @@ async def test_an_outage_is_logged_once_without_the_session() -> None:
         await collecting.drained(4)
     assert len(logs) == 1
     assert collecting.spool.added == ["next"]
+    await collecting.collector.close()
+
+
+async def test_its_log_lines_do_not_name_the_session_that_happened_to_begin_it() -> None:
+    collecting = Collecting()
+    collecting.spool.may_add.set()
+    with bound_contextvars(session_id="first", principal="somebody"):
+        collecting.finish("first")
+    collecting.finish("second")
+    await collecting.drained(2)
+    assert not collecting.spool.fields
     await collecting.collector.close()
 
 
