@@ -276,8 +276,9 @@ async def _generation(
         grammars.on_compiled = GrammarMetrics(registry).count
         audit_metrics = AuditMetrics(registry)
         sessions = SessionMetrics(registry, model.name, names_principals=settings.usage_by_principal)
+        collected = registry.count(catalogue.LEARNING_SESSIONS)  # also where nothing is: the series are at 0
         if collector is not None:
-            collector.on_collected = partial(_count_collected, registry.count(catalogue.LEARNING_SESSIONS))
+            collector.on_collected = partial(_count_collected, collected)
         observe_gateway(registry, streams, targets, None if settings.draft == NO_DRAFT else drafts)
         registry.observe(catalogue.SESSIONS_LIMIT, lambda: [((), model.max_sessions)])
         registry.observe(catalogue.SESSIONS, lambda: _by_progress(streams.held, sessions.running))
