@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from galley.core.admission.admission import Principal
 from galley.core.answer.answer import SessionSpec
+from galley.core.audit import AuditReport, Verdict
 from galley.core.content import block_hashes, common_prefix_len
 from galley.core.records import decode_records
 from galley.core.store import Ownership, StoredSession
+from services.gateway.audit.verification import AUDIT_PREFIX
 from tests.simulation.system.loop import running_loop
 from tests.simulation.truth import is_over, text_of, true_next
 
@@ -149,8 +151,21 @@ class Ledger:
         self._salts[spec.session_id] = salt
         self._guesses.update(block_hashes(b"", spec.prompt, BLOCK_TOKENS))
 
+    def audited(self, gateway: str, report: AuditReport) -> None:
+        """Check a report: the answers are true, so only a log that a fault has damaged is an incident."""
+        self.met[f"audit: {report.verdict.value}"] += 1
+        self.met["audited tokens"] += report.compared
+        self.note(f"{gateway} audited {report.session_id}: {report.verdict.value}, {report.compared} tokens")
+        is_damaged = report.verdict is Verdict.DAMAGED and report.session_id not in self.damaged
+        if report.differing or is_damaged:
+            self.violate(f"{gateway} raises a false alarm over {report.session_id}: {report.verdict.value}")
+
     def requested(self, replica: str, session_id: str, salt: bytes) -> None:
-        """Check that a replica gets the salt of the session's principal."""
+        """Check that a replica gets the salt of the session's principal, and audits one of their own."""
+        if session_id.startswith(AUDIT_PREFIX):
+            if salt in self._salts.values():
+                self.violate(f"{replica} gets {session_id} with the salt of a principal")
+            return
         if self._salts[session_id] != salt:
             self.violate(f"{replica} gets {session_id} with the salt of another principal")
 

@@ -17,8 +17,9 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
-from galley.core.answer.answer import Answer, Chunk
+from galley.core.answer.answer import Answer, Chunk, SessionSpec
 from galley.core.content import chain_start
+from galley.core.errors import GalleyError
 from galley.core.grammar.compiled import CompiledGrammar, GrammarState
 from galley.core.grammar.follower import GrammarFollower
 from galley.core.kv.session import KvSession
@@ -27,11 +28,12 @@ from galley.core.routing.choice import DraftCandidate, choose_draft
 from galley.core.session.delivery import Delivery
 from galley.core.session.drafting import Drafting
 from galley.core.session.events import Replica
-from galley.core.step import Draw, StepOutcome, StepPlan, StepTrace
+from galley.core.step import Draw, Sampled, StepChunk, StepOutcome, StepPlan, StepTrace
 from galley.core.store import Exchange, Exchanged, OwnerChanged, StoredSession, TokenBucket
 from galley.core.versions.split import Split
 from galley.core.versions.state import VersionState
 from galley.engine import masking
+from services.gateway.audit.verification import audited_spec
 from services.gateway.http.api.choices import Choice
 from services.gateway.http.api.positions import Position, event_id
 from services.gateway.http.api.stream import EventStream
@@ -41,6 +43,8 @@ from services.gateway.session.streams import Streams, check_resume
 from services.gateway.store.session_log import SessionLog, StoreTime, retry
 from services.gateway.versions.keeper import VersionKeeper
 from tests.fakes.session_world import StreamsBeforeCommit
+from tests.simulation.grammars import VOCAB
+from tests.simulation.schedules.audits import AUDITS
 from tests.simulation.schedules.versions import VERSIONS
 from tests.simulation.system.mutated import (
     REFUSED,
@@ -60,6 +64,7 @@ from tests.simulation.truth import true_token
 from tests.simulation.world import Kinds
 
 _NEVER_MS = 10**15
+_LONG_LIST = 20
 
 
 async def _changed_any_time(
@@ -72,6 +77,17 @@ async def _changed_any_time(
 async def _read_at_once(store: SimStore, session_id: str, principal: str) -> StoredSession:
     """Need no call for what is not read: the claim comes first."""
     return at_once(store._sessions.read(session_id, principal))
+
+
+class WrongInLongLists(SimEngine):
+    """An engine whose fault no session meets, but audits do."""
+
+    def draw(self, chunk: StepChunk, seen: Sequence[int]) -> Sampled | GalleyError:
+        outcome = super().draw(chunk, seen)
+        if isinstance(outcome, GalleyError) or chunk.draw is None or (chunk.draw.logprobs or 0) < _LONG_LIST:
+            return outcome
+        *tokens, last = outcome.tokens
+        return replace(outcome, tokens=(*tokens, (last + 1) % VOCAB))
 
 
 class MovesNothing(SimEngine):
@@ -274,6 +290,10 @@ _draws = itertools.count()
 
 def _drawn_each_time(split: Split, _session_id: str, _tenant_salt: bytes, _workload: str) -> bool:
     return bool(split.canary) and next(_draws) % 2 == 0
+
+
+def _with_its_salt(spec: SessionSpec) -> SessionSpec:
+    return replace(audited_spec(spec), tenant_salt=spec.tenant_salt)
 
 
 MUTANTS = (
@@ -519,5 +539,17 @@ MUTANTS = (
         "which another version was given",
         patches={"services.gateway.replicas.drafts.DraftPool.use_split": _for_new_sessions},
         theme=VERSIONS,
+    ),
+    Mutant(
+        "draws other tokens where many logprobs are listed",
+        "raises a false alarm",
+        Kinds(engine=WrongInLongLists),
+        theme=AUDITS,
+    ),
+    Mutant(
+        "audits with the caches of the session",
+        "with the salt of a principal",
+        patches={"services.gateway.audit.auditor.audited_spec": _with_its_salt},
+        theme=AUDITS,
     ),
 )

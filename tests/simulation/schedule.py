@@ -174,6 +174,8 @@ class Schedule:
     sessions: tuple[PlannedSession, ...]
     faults: tuple[Fault, ...]
     versions: VersionPlan | None = None
+    audits: bool = False
+    """Whether gateways audit every session that finishes."""
 
     def __str__(self) -> str:
         head = (
@@ -181,7 +183,8 @@ class Schedule:
             f"targets {', '.join(self.builds)}, {self.drafts} drafts, credit {self.credit}, "
             f"window {self.window}, passes of {self.pass_s} s, client_s {self.client_s}, "
             f"slow_factor {self.slow_factor}, hedge_quantile {self.hedge_quantile}, "
-            f"looks_up {self.looks_up}, {self.copies} of {self.replicas} copies, {self.timing}"
+            f"looks_up {self.looks_up}, audits {self.audits}, {self.copies} of {self.replicas} copies, "
+            f"{self.timing}"
         )
         changes = () if self.versions is None else (self.versions.labels, *self.versions.changes)
         what = (*self.principals, *self.sessions, *self.faults, *changes)

@@ -12,6 +12,7 @@ import pytest
 from tests.simulation.mutants import MUTANTS, Mutant
 from tests.simulation.run import detect, part_of, play, shrink
 from tests.simulation.schedule import Schedule
+from tests.simulation.schedules.audits import AUDITS
 from tests.simulation.schedules.seeds import schedule_of
 from tests.simulation.schedules.themes import THEMES
 from tests.simulation.schedules.versions import SHARE, VERSIONS
@@ -33,6 +34,7 @@ ALLOWED = {
 """Schedules that were once called violations, by what the rules have to allow in them."""
 MENDED = {"the read of an answer's end did not count as reading": 8_880_039}
 """Schedules that showed a defect that no other test shows."""
+AUDITED = range(24)
 VERSIONED = range(60)
 CHANGED = (
     *(f"version: {kind}" for kind in ("try", "promote", "drain-version", "judge", "swap", "lie")),
@@ -146,6 +148,12 @@ def test_versions_of_drafts_break_no_rule_and_splits_hold() -> None:
     given, others = part.met["canary's session"], part.met["stable version's session"]
     expected = SHARE * (given + others)
     assert abs(given - expected) < 4 * (expected * (1 - SHARE)) ** 0.5
+
+
+def test_audits_among_faults_raise_no_false_alarm() -> None:
+    part = part_of([run_schedule(schedule_of(seed, AUDITS)) for seed in AUDITED])
+    assert not part.violations
+    assert part.met["audited tokens"] > 200
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

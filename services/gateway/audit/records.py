@@ -58,6 +58,11 @@ def is_incident(report: AuditReport) -> bool:
     return report.verdict is Verdict.DAMAGED or (report.deterministic and report.differing > 0)
 
 
+def rest_ms(compute_ns: int) -> int:
+    """Return how long a target rests after it has computed for audits: that is MOST_SHARE of its time."""
+    return max(1, math.ceil(compute_ns * (1 / MOST_SHARE - 1) / MILLISECOND))
+
+
 class AuditRecords:
     """The records of the pool `pool_name` at `url`. Every call is one attempt, and may raise GalleyError."""
 
@@ -97,8 +102,7 @@ class AuditRecords:
     async def end_turn(self, address: str, compute_ns: int) -> None:
         """End the turn: the target computed for so long, so no gateway audits there for much longer."""
         key = self._turn(address)
-        pause_ms = math.ceil(compute_ns * (1 / MOST_SHARE - 1) / MILLISECOND)
-        await self._calls.command("SET", key, "", "PX", max(1, pause_ms), key=key)
+        await self._calls.command("SET", key, "", "PX", rest_ms(compute_ns), key=key)
 
     async def close(self) -> None:
         await self._calls.close()

@@ -19,6 +19,8 @@ from services.gateway.clock import SECOND
 from services.gateway.replicas import messages
 from services.gateway.replicas.targets import TargetReplica
 
+AUDIT_PREFIX = "audit-"
+"""Begins the session ids of audits at targets; no session of a client has such an id."""
 LOWEST_PRIORITY = -(2**31)
 _SALT_BYTES = 16
 _TOP_LOGPROBS = 20
@@ -52,7 +54,7 @@ def audited_spec(spec: SessionSpec) -> SessionSpec:
     """
     return replace(
         spec,
-        session_id=f"audit-{secrets.token_hex(16)}",
+        session_id=f"{AUDIT_PREFIX}{secrets.token_hex(16)}",
         tenant_salt=secrets.token_bytes(_SALT_BYTES),
         arrival_ns=time.time_ns(),
         priority=LOWEST_PRIORITY,

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 from tests.simulation.grammars import GRAMMARS
 from tests.simulation.schedule import PlannedSession, Schedule, Timing
+from tests.simulation.schedules.audits import AUDITS, with_audits
 from tests.simulation.schedules.draw import faults_of
 from tests.simulation.schedules.sessions import (
     TWIN,
@@ -43,6 +44,7 @@ def schedule_of(seed: int, theme: str = "") -> Schedule:
     make = THEMES.get(theme or drawn)
     whole = _bearable(schedule if make is None else make(schedule, rng))
     whole = with_versions(whole, always=theme == VERSIONS)
+    whole = with_audits(whole, always=theme == AUDITS)
     return _with_protocols(_with_predictions(_with_grammars(whole)))
 
 

@@ -12,6 +12,7 @@ from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL
 from galley.core.errors import TargetUnavailable
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import StoredSession
+from services.gateway.audit.auditor import Auditor, AuditTools
 from services.gateway.clock import SECOND, Timeouts
 from services.gateway.generation import Generation, ServedModel
 from services.gateway.replicas.membership import RegisteredAddresses
@@ -29,6 +30,7 @@ from services.gateway.versions.tally import SessionTally
 from tests.fakes.truth import letters
 from tests.simulation.grammars import VOCABULARY
 from tests.simulation.schedule import ID_SECRET, Schedule
+from tests.simulation.system.audits import SimAudits
 from tests.simulation.system.call import Server
 from tests.simulation.system.http import Letters, SimHttp
 from tests.simulation.system.loop import Process, running_loop
@@ -114,6 +116,10 @@ class SimGateway:
             self.streams.draft_version_of = self.keeper.version_of
         self.grammars = Grammars(VOCABULARY)
         self.streams.own_sources = OwnSources(partial(self.grammars.compiled, FairThreads()))
+        records: Any = SimAudits(world.redis, self.process, world.ledger)
+        tools = AuditTools(self.targets, self.store, records, self.clock, timeouts.verify_ns)
+        self.auditor = Auditor(tools, float(schedule.audits))
+        self.streams.on_finished.append(self.auditor.note_finished)
 
     def _channel(self, address: str) -> SimChannel:
         return SimChannel(self._world.network, self._world.servers, self.process, address)
@@ -143,8 +149,7 @@ class SimGateway:
             "sim", self.targets, tokenizer, self.drafts, limits, slots, MOST_DRAFT_TOKENS, "", self.grammars
         )
         observers = RequestObservers(self.clock)
-        auditor: Any = None
-        generation = Generation(self.streams, model, self.clock, ID_SECRET, observers, auditor)
+        generation = Generation(self.streams, model, self.clock, ID_SECRET, observers, self.auditor)
         servicer = GenerationServicer(generation)
         http = SimHttp(self._world, self.process, generation)
         served = behind(self._world, self.process, servicer, http.serve)
@@ -166,9 +171,10 @@ class SimGateway:
     async def drain(self) -> None:
         self.ready = False
         drain_s = self._world.schedule.timing.drain_s
-        await GatewayService(self.streams, AsyncExitStack(), drain_s).drain()
+        await GatewayService(self.streams, AsyncExitStack(), drain_s, self.auditor.stop).drain()
 
     async def _close(self) -> None:
+        await self.auditor.close()
         await self.streams.close()
         if self.keeper is not None:
             await self.keeper.close()

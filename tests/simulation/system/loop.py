@@ -32,6 +32,8 @@ _CLOCKED = (
     "services.draft.loop",
     "services.draft.servicer",
     "services.gateway.generation",
+    "services.gateway.audit.auditor",
+    "services.gateway.audit.verification",
     "galley.client.streams",
 )
 """Modules that read the clock of the system rather than a clock port."""
@@ -54,6 +56,19 @@ class _VirtualTime:
         return round((self._loop.now_s + ahead_s) * 1e9)
 
 
+class _Secrets:
+    """What `secrets` draws, the same in each run."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(0)
+
+    def token_bytes(self, count: int) -> bytes:
+        return self._random.randbytes(count)
+
+    def token_hex(self, count: int) -> str:
+        return self.token_bytes(count).hex()
+
+
 @contextmanager
 def virtual_time(loop: SimLoop) -> Iterator[None]:
     """Replace the clocks of `_CLOCKED`, and the client's randomness; `mock` would take 2 % of a schedule.
@@ -63,6 +78,7 @@ def virtual_time(loop: SimLoop) -> Iterator[None]:
     time = _VirtualTime(loop)
     replaced: dict[tuple[str, str], object] = {(name, "time"): time for name in _CLOCKED}
     replaced["galley.client.streams", "random"] = random.Random(0)
+    replaced["services.gateway.audit.verification", "secrets"] = _Secrets()
     running, tasks = repeat(loop).__next__, cast("Any", asyncio.tasks)._current_tasks
     for name in ("asyncio", "asyncio.events"):
         replaced |= {(name, "get_running_loop"): running, (name, "_get_running_loop"): running}

@@ -182,6 +182,8 @@ class SimRedis:
         self.sessions = kind(timing.ttl_s, finished_ttl_s, clock=self._now_s)
         self.leases = Leases(timing.lease_s, self._now_s)
         self.versions = MemoryVersions()
+        self.turns: dict[str, float] = {}
+        """When the turn to audit at a target ends, by its address."""
         self.copies = copies(network, REDIS, schedule.replicas, schedule.copies)
         self.up = True
         self.lossy = 0.0
