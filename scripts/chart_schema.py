@@ -85,6 +85,7 @@ def pods_of(schema: Mapping[str, Any]) -> list[dict[str, Any]]:
         *(values[role] for role in ROLES),
         values["target"]["rayService"]["properties"]["head"]["properties"],
         values["redis"]["embedded"]["properties"],
+        values["learning"],
         values["test"],
     ]
 

@@ -24,10 +24,10 @@ _PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 _ROUTES = ("GRPCRoute", "HTTPRoute")
 _FIRST_UNPRIVILEGED_PORT = 1024
 _RELEASE = "app.kubernetes.io/instance"
-# The leader probes for its group; download and test end by themselves.
-_UNPROBED = {"target-worker", "download", "test"}
-# One pod by design: the trial store, the head of Ray, the download, the test.
-_SINGLE = {"redis", "ray-head", "download", "test"}
+# The leader probes for its group; download and test end by themselves; nobody calls the pod that learns.
+_UNPROBED = {"target-worker", "download", "test", "learning"}
+# One pod by design: the trial store, the head of Ray, the download, the test, the pod that learns.
+_SINGLE = {"redis", "ray-head", "download", "test", "learning"}
 
 
 def violations(manifests: list[Manifest]) -> list[str]:

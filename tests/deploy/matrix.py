@@ -125,6 +125,11 @@ SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
                 }
             }
         },
+        "learning": {
+            "gateway": {"settings": {"learn_tokens": 100_000}},
+            "draft": {"replicas": 2, "settings": {"model": "/models/volume/small", "max_load_mib": 64}},
+            "learning": {"enabled": True, "start": "/models/volume/small"},
+        },
         "pools": {
             "drafts": [
                 {"name": "lookup", "replicas": 2},

@@ -156,7 +156,9 @@ def _options(learning: Learning, context: typer.Context, flags: dict[str, Any]) 
     if unused := sorted(set_here - _OWN):
         hint = "--" + unused[0].replace("_", "-")
         raise typer.BadParameter("must not be set with --follow", param_hint=hint)
-    start: Path | None = flags["start"] or shipped_draft(flags["target"])
+    # A directory of the default model is called as it, as in the target's image.
+    called = Path(flags["target"]).resolve().name
+    start: Path | None = flags["start"] or shipped_draft(flags["target"]) or shipped_draft(called)
     if start is None:
         raise InvalidField("start", f"required with --follow: no draft is shipped for {flags['target']}")
     shared = {name: flags[name] for name in _SHARED if name in set_here}

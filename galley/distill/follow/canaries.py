@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from galley.core.versions.state import VersionState
 AUTHOR = "learning"
 _NOT_TRIED = "loaded, not tried"
 _NO_REPLICA = "no draft replica takes it: it needs two that accept loads (--max-load-mib)"
+
+_LOAD_TIMEOUT_S = 600.0
 
 _log = get_logger(__name__)
 
@@ -81,7 +84,10 @@ class Canaries:
         """Load a draft into the replica at `address`; return why that failed, or nothing."""
         async with self._open_channel(address) as channel:
             try:
-                await send_draft(channel, folder, version)
+                async with asyncio.timeout(_LOAD_TIMEOUT_S):
+                    await send_draft(channel, folder, version)
+            except TimeoutError:
+                return f"{address}: no response in {_LOAD_TIMEOUT_S:g} s"
             except UnsupportedModel as error:
                 return str(error)
             except grpc.aio.AioRpcError as error:

@@ -5,7 +5,12 @@ init container of each pod downloads what it reads, or a Job downloads all model
 
 {{/* The hub model that the pods of a role read; empty if it comes from a directory. */}}
 {{- define "galley.hubModel" -}}
-{{- $model := ternary (.values.settings.model | default .root.Values.model) .root.Values.model (eq .role "draft") -}}
+{{- $model := .root.Values.model -}}
+{{- if eq .role "draft" -}}
+{{- $model = .values.settings.model | default $model -}}
+{{- else if eq .role "learning" -}}
+{{- $model = include "galley.learningTarget" .root -}}
+{{- end -}}
 {{- if include "galley.isHubId" $model -}}{{- $model -}}{{- end -}}
 {{- end -}}
 
@@ -55,7 +60,7 @@ init container of each pod downloads what it reads, or a Job downloads all model
 {{- $models := include "galley.hubModelsOf" . | fromJsonArray -}}
 {{- if and .root.Values.modelCache.download.enabled $models }}
 {{- $waits := include "galley.hasDownloadJob" .root -}}
-{{- $whole := or (eq .role "target") (and (eq .role "draft") .values.settings.model) -}}
+{{- $whole := or (has .role (list "target" "learning")) (and (eq .role "draft") .values.settings.model) -}}
 {{- $flag := ternary "--wait" (ternary "" "--tokenizer" (not (not $whole))) (not (not $waits)) }}
 initContainers:
   - {{ include "galley.downloader" (merge (dict "arguments" (compact (append $models $flag)) "waits" $waits) .) | nindent 4 | trim }}
@@ -102,6 +107,10 @@ volumes:
 {{- $models := ternary (list .Values.model) list (eq (include "galley.isHubId" .Values.model) "true") -}}
 {{- range include "galley.draftPools" . | fromJsonArray -}}
 {{- $models = concat $models (include "galley.hubModelsOf" (merge (dict "root" $) .) | fromJsonArray) -}}
+{{- end -}}
+{{- if .Values.learning.enabled -}}
+{{- $learning := dict "root" $ "role" "learning" "values" .Values.learning -}}
+{{- $models = concat $models (include "galley.hubModelsOf" $learning | fromJsonArray) -}}
 {{- end -}}
 {{- uniq $models | toJson -}}
 {{- end -}}

@@ -10,6 +10,11 @@
 {{- end }}
 {{- end -}}
 
+{{/* The role of the pod that learns, if there is one, as a JSON list. */}}
+{{- define "galley.learningRoles" -}}
+{{- ternary (list "learning") list .Values.learning.enabled | toJson -}}
+{{- end -}}
+
 {{/* Metadata and selector of a role's policy. */}}
 {{- define "galley.policyHead" -}}
 apiVersion: networking.k8s.io/v1

@@ -16,6 +16,9 @@
 - draft
 {{- end }}
 - target
+{{- if .Values.learning.enabled }}
+- learning
+{{- end }}
 {{- if .Values.redis.embedded.enabled }}
 - redis
 {{- end }}

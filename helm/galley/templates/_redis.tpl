@@ -12,8 +12,9 @@
 valueFrom:
   secretKeyRef:
     name: {{ $secret.name }}
-    {{- $key := ternary $secret.key ($secret.replicaKey | default $secret.key) (eq .role "gateway") }}
-    key: {{ ternary ($secret.draftKey | default $key) $key (eq .role "draft") }}
+    {{- $replicas := $secret.replicaKey | default $secret.key }}
+    {{- $own := dict "gateway" $secret.key "draft" ($secret.draftKey | default $replicas) "learning" ($secret.learningKey | default $secret.key) }}
+    key: {{ get $own .role | default $replicas }}
 {{- else if $redis.url -}}
 value: {{ $redis.url | quote }}
 {{- else -}}

@@ -7,6 +7,7 @@ of bounds, and missing requirements of an enabled part.
 {{- include "galley.validateStoreUrl" . -}}
 {{- include "galley.validateModels" . -}}
 {{- include "galley.validatePools" . -}}
+{{- include "galley.validateLearning" . -}}
 {{- include "galley.validateTarget" . -}}
 {{- include "galley.validateEngine" . -}}
 {{- include "galley.validateDevices" . -}}

@@ -56,7 +56,7 @@
 {{- $pods := dict "gateway" $values.gateway "draft" $values.draft "target" $values.target -}}
 {{- range $values.drafts -}}{{- $_ := set $pods (printf "drafts[%s]" .name) . -}}{{- end -}}
 {{- with $values.draft.canary -}}{{- $_ := set $pods "draft.canary.overrides" .overrides -}}{{- end -}}
-{{- $pods = merge $pods (dict "target.rayService.head" $values.target.rayService.head "redis.embedded" $values.redis.embedded "test" $values.test) -}}
+{{- $pods = merge $pods (dict "target.rayService.head" $values.target.rayService.head "redis.embedded" $values.redis.embedded "test" $values.test "learning" $values.learning) -}}
 {{- if $values.networkPolicy.enabled -}}
 {{- range $name, $pod := $pods -}}
 {{- if include "galley.onHostNetwork" $pod -}}

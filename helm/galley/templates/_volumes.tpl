@@ -78,7 +78,9 @@ hostPath: {path: {{ $volume.hostPath }}, type: Directory}
 {{- define "galley.secretMounts" -}}
 {{- $values := .root.Values -}}
 {{- $found := list -}}
-{{- if $values.tls.enabled -}}
+{{- if and $values.tls.enabled (eq .role "learning") -}}
+{{- $found = append $found (dict "name" "peer-tls" "path" "/etc/galley/peer-tls" "secret" (include "galley.peerSecret" .root)) -}}
+{{- else if $values.tls.enabled -}}
 {{- $tls := index $values.tls .role -}}
 {{- $found = append $found (dict "name" "tls" "path" "/etc/galley/tls" "secret" (include "galley.tlsSecret" .)) -}}
 {{- if eq .role "gateway" -}}

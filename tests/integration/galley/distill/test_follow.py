@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 import sys
 from array import array
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 
 from galley.cli.distill import distill
 from galley.common.draft_loading import draft_version
+from galley.common.models.files import DEFAULT_MODEL
 from galley.core.errors import InvalidField, StoreUnavailable
 from galley.distill.data.corpus import Conversation, corpus_of, write_corpus
 from galley.distill.export import read_draft, write_draft
@@ -368,3 +370,17 @@ def test_flags_that_do_not_fit_are_refused_before_any_work(
     assert refused.exit_code == 2
     assert problem in refused.output
     assert not work.exists()
+
+
+def test_the_shipped_draft_is_found_by_the_name_of_the_default_model(
+    tmp_path: Path, target_dir: Path
+) -> None:
+    """The target's image has it as a directory; here it is another model, for which the draft is refused."""
+    model = tmp_path / DEFAULT_MODEL
+    shutil.copytree(target_dir, model)
+    app = typer.Typer()
+    app.command()(distill)
+    flags = [str(tmp_path / "work"), "--follow", "--target", str(model), "--redis-url", "unix:///nowhere"]
+    refused = CliRunner().invoke(app, flags, env={"COLUMNS": "300", "TERM": "dumb"})
+    assert refused.exit_code == 2
+    assert "must be trained for this target" in refused.output
