@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.resources
 from collections.abc import AsyncIterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -13,7 +14,7 @@ from tests.fakes.browser import Browser
 from tests.fakes.http_client import HttpClient, http_client
 from tests.fakes.truth import SEED, true_next
 from tests.fakes.world import MAX_TOKENS, PROMPT_TOKENS, Gateway, World
-from tests.integration.services.gateway.http.test_page import opened
+from tests.integration.services.gateway.http.test_page import VIOLATIONS, opened
 
 WRONG_AT = 9
 """Index of the output token that a faulty target computes otherwise."""
@@ -150,6 +151,28 @@ async def test_the_page_shows_a_seal_once_tokens_were_audited(
         await page.until("!document.querySelector('#seal').hidden")
         assert await page.text("#seal") == f"{2 * MAX_TOKENS} tokens audited, 1 differ"
         assert await page.value("document.querySelector('#seal').classList.contains('broken')") is True
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_the_seal_is_accessible_on_a_small_screen(
+    world: World, browser: Browser, gateway: Gateway, client: HttpClient, scheme: str
+) -> None:
+    session_id, _ = await finished(client)
+    break_target(world)
+    await audited(client, session_id)
+    world.expect_error("audit found an incident")
+    axe = importlib.resources.files("axe_core_python").joinpath("axe.min.js").read_text()
+    screen = {"width": 360, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+    async with opened(browser, gateway.http) as page:
+        await page.run(lambda: browser.send("Emulation.setDeviceMetricsOverride", **screen))
+        await page.run(browser.in_scheme, scheme)
+        try:
+            await page.until("!document.querySelector('#seal').hidden")
+            await page.value(axe)
+            assert await page.value(VIOLATIONS) == []
+            assert await page.value("document.documentElement.scrollWidth") <= 360
+        finally:
+            await page.run(lambda: browser.send("Emulation.clearDeviceMetricsOverride"))
 
 
 async def test_a_gateway_without_audits_shows_no_seal(
