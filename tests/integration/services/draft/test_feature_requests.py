@@ -8,14 +8,16 @@ import grpc
 import pytest
 import torch
 
+from galley.common.draft_loading import send_draft
 from galley.core.errors import UnsupportedModel
 from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.draft.loading import load_strategies
 from services.draft.settings import DraftSettings
 from tests.fakes.feature_drafts import save_feature_draft
 from tests.fakes.verify_items import slice_of
 from tests.integration.galley.engine.drafts import draft_of, save_target
-from tests.integration.services.draft.conftest import drafting
+from tests.integration.services.draft.conftest import draft_server, drafting
 from tests.integration.services.draft.test_propose import propose
 
 PROMPT = [5, 9, 2, 33, 17, 60, 71, 12]
@@ -133,3 +135,27 @@ def test_a_default_strategy_that_the_draft_does_not_offer_is_refused(
     )
     with pytest.raises(UnsupportedModel, match=f"--default-strategy: must be one of .*, got {default}"):
         load_strategies(settings)
+
+
+async def test_states_that_wait_are_read_by_weights_that_are_loaded_meanwhile(
+    plain: Path, reading: Path, tmp_path: Path
+) -> None:
+    """They are the target's, so any draft that reads the same layers may read them."""
+    other = save_feature_draft(plain, tmp_path / "other", LAYERS, size=1.0, seed=1)
+    (other / "tokenizer.json").write_bytes((plain / "tokenizer.json").read_bytes())
+    whole = states(len(PROMPT) - 1)
+    async with drafting(model=str(other), dtype="float32") as fresh:
+        (expected,) = await propose(fresh, item(features=whole))
+    async with (
+        draft_server(model=str(reading), dtype="float32", max_load_mib=1) as running,
+        grpc.aio.insecure_channel(running.address) as channel,
+    ):
+        draft = rpc.DraftStub(channel)
+        (before,) = await propose(draft, item(features=whole, session_id="b"))
+        await propose(draft, item("ngram", features=whole))
+        await send_draft(channel, other)
+        (after,) = await propose(draft, item())
+        (without,) = await propose(draft, item(session_id="b"))
+    assert after.result.used_features
+    assert after.result.draft_tokens == expected.result.draft_tokens != before.result.draft_tokens
+    assert not without.result.used_features
