@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import tempfile
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -27,6 +26,7 @@ from galley.core.errors import (
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft.loading import load_replacement
 from services.draft.loop import DraftLoop
+from services.draft.scratch import scratch_directory
 from services.draft.settings import DraftSettings
 from services.draft.strategies.base import Strategy
 from services.draft.strategies.ngram import Lookups
@@ -63,13 +63,9 @@ class DraftReplacement:
         if self._one_at_a_time.locked():
             raise Overloaded("another draft is being loaded", _RETRY_AFTER_S)
         async with self._one_at_a_time:
-            directory = Path(tempfile.mkdtemp(prefix="galley-draft-"))
-            try:
+            with scratch_directory() as directory:
                 version = await receive_draft(requests, directory, self._info.max_load_bytes)
                 strategies = await self._loaded(directory)
-            finally:
-                # Not awaited: the call may have been cancelled, and may be again.
-                shutil.rmtree(directory, ignore_errors=True)
             self._loop.exchange(strategies)
             previous, self._info.version = self._info.version, version
         _LOG.info("draft weights replaced", version=version, previous=previous)

@@ -21,6 +21,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 # A silent or slow caller must not keep others from loading.
 _PATIENCE_S = 20.0
 _LEAST_BYTES_PER_S = 1 << 20
+_LEAST_PIECE_BYTES = 1 << 14
 # It is parsed at once, and meanwhile no other thread runs.
 _MAX_CONFIG_BYTES = 1 << 20
 
@@ -74,34 +75,33 @@ def _total(draft: pb.DraftFiles) -> int:
 
 async def _pieces(requests: AsyncIterator[pb.LoadDraftRequest]) -> AsyncIterator[bytes]:
     async for request in requests:
-        if not request.data:
-            raise InvalidField("data", "must be bytes of the draft's files, got none")
         yield request.data
 
 
 async def _receive(draft: pb.DraftFiles, pieces: AsyncIterator[bytes], directory: Path) -> None:
-    rest = b""
     for file in draft.files:
-        rest = await _receive_file(file, rest, pieces, directory / file.name)
-    if rest or await anext(pieces, b""):
+        await _receive_file(file, pieces, directory / file.name)
+    if await anext(pieces, None) is not None:
         raise InvalidField("data", "must end with the last file")
 
 
-async def _receive_file(file: pb.DraftFile, rest: bytes, pieces: AsyncIterator[bytes], path: Path) -> bytes:
-    """Write a file that begins with `rest`; return the bytes that came after it. Raise InvalidField."""
+async def _receive_file(file: pb.DraftFile, pieces: AsyncIterator[bytes], path: Path) -> None:
     digest, left = hashlib.blake2b(digest_size=DIGEST_BYTES), file.size
     with path.open("xb") as written:
         while left:
-            piece = rest or await anext(pieces, b"")
-            if not piece:
+            piece = await anext(pieces, None)
+            if piece is None:
                 problem = f"{file.name}: must be {file.size} bytes, got {file.size - left}"
                 raise InvalidField("data", problem)
-            piece, rest = piece[:left], piece[left:]
+            # Many small ones would keep the event loop busy.
+            least = min(left, _LEAST_PIECE_BYTES)
+            if not least <= len(piece) <= left:
+                problem = f"{file.name}: must be {least} to {left} bytes a message here, got {len(piece)}"
+                raise InvalidField("data", problem)
             left -= len(piece)
             await asyncio.to_thread(_write, written, digest, piece)
     if digest.digest() != file.digest:
         raise InvalidField("data", f"{file.name}: must have the digest that was announced")
-    return rest
 
 
 def _write(written: IO[bytes], digest: hashlib.blake2b, piece: bytes) -> None:

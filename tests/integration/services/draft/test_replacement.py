@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gc
 import hashlib
+import os
 import pickle
 import tempfile
 import weakref
@@ -206,7 +208,12 @@ ANNOUNCEMENTS: dict[str, tuple[Change, str]] = {
     "a bad version": (lambda draft, _: setattr(draft, "version", "a/b"), "draft.version: must be 1 to 64"),
     "a stream that is cut": (lambda _, contents: contents.pop(), "model.safetensors: must be"),
     "more than announced": (lambda _, contents: contents.append(b"x"), "must end with the last file"),
-    "an empty message": (lambda _, contents: contents.insert(0, b""), "got none"),
+    "an empty message": (lambda _, contents: contents.insert(0, b""), "a message here, got 0"),
+    "a small message": (lambda _, contents: contents.insert(0, b"x"), "a message here, got 1"),
+    "files in one message": (
+        lambda _, contents: contents.append(contents.pop(0) + contents.pop(0)),
+        "here, got",
+    ),
 }
 
 
@@ -284,9 +291,8 @@ async def test_what_is_refused_changes_nothing(
             await must_refuse(send_draft(draft.channel, directory), reason, name)
         assert await draft.version() == draft_version(old)
         assert await draft.proposed(PROMPT, "t") == first
-        files, contents = announced(new)
-        whole = b"".join(contents)
-        assert await load(draft, files, [whole[:7], whole[7:]]) == draft_version(new), "cut anywhere"
+        files, [config, weights] = announced(new)
+        assert await load(draft, files, [config, weights[:20000], weights[20000:]]) == draft_version(new)
 
 
 async def test_a_replica_accepts_none_by_default(target: Path, old: Path, new: Path) -> None:
@@ -298,14 +304,13 @@ async def test_a_replica_accepts_none_by_default(target: Path, old: Path, new: P
 
 
 async def test_one_load_at_a_time(target: Path, old: Path, new: Path, scratch: Path) -> None:
-    files, contents = announced(new)
+    files, _ = announced(new)
     async with served(target, old) as draft:
         call = draft.stub.LoadDraft()
         await call.write(pb.LoadDraftRequest(draft=files))
         async with asyncio.timeout(20):
             while len(left_in(scratch)) < 2:
-                await call.write(pb.LoadDraftRequest(data=contents[0][:1]))
-                contents[0] = contents[0][1:]
+                await draft.version()
         with pytest.raises(grpc.aio.AioRpcError, match="another draft is being loaded") as refused:
             await send_draft(draft.channel, new)
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -315,6 +320,22 @@ async def test_one_load_at_a_time(target: Path, old: Path, new: Path, scratch: P
                 await draft.version()
         assert await draft.version() == draft_version(old)
         assert await send_draft(draft.channel, new) == draft_version(new)
+
+
+async def test_files_of_killed_processes_are_removed(
+    target: Path, old: Path, new: Path, scratch: Path
+) -> None:
+    killed, running = scratch / "galley-draft-killed", scratch / "galley-draft-running"
+    for directory in (killed, running):
+        directory.mkdir()
+        (directory / WEIGHTS).write_bytes(b"x")
+    lock = os.open(running, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    async with served(target, old) as draft:
+        await send_draft(draft.channel, new)
+        assert sorted(left_in(scratch)) == [running, running / WEIGHTS]
+        os.close(lock)
+        await send_draft(draft.channel, old)
 
 
 async def test_the_memory_of_the_old_weights_is_freed_without_a_collection(
