@@ -33,6 +33,8 @@ _TOMBSTONE_MS = 4 * int(LATEST_ADD_S * 1000)
 _CALL_TIMEOUT_S = 1.0
 READ_AT_ONCE = 64
 """Sessions that are read together."""
+LISTED_AT_ONCE = 1024
+"""Sessions that are listed together: sessions in progress use the same Redis."""
 
 _FORMAT = 1
 # Format, tokens of the prompt, temperature, bytes of the workload. The workload and the tokens follow.
@@ -54,7 +56,8 @@ local function drop(member)
   redis.call('DEL', ARGV[6] .. session .. ':' .. ARGV[1])
   total = total - dropped
 end
-for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now - ttl)) do drop(member) end
+local old = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now - ttl, 'LIMIT', 0, 256)
+for _, member in ipairs(old) do drop(member) end
 while total > tonumber(ARGV[5]) do
   local oldest = redis.call('ZRANGE', KEYS[2], 0, 0)[1]
   if not oldest then break end
@@ -147,11 +150,11 @@ class LearningSpool:
         names = cast("list[bytes]", await self._calls.command("ZRANGE", key, 0, -1, key=key))
         return sorted(name.decode() for name in names)
 
-    async def sessions(self, principal: str) -> list[str]:
-        """Return the ids of a principal's sessions, the newest first."""
+    async def sessions(self, principal: str, first: int = 0, count: int = LISTED_AT_ONCE) -> list[str]:
+        """Return the ids of some of a principal's sessions, the newest first, after the `first` newest."""
         [key] = self._keys(f"index:{principal}")
-        members = cast("list[bytes]", await self._calls.command("ZRANGE", key, 0, -1, key=key))
-        return [member.decode().rpartition(":")[0] for member in reversed(members)]
+        reply = await self._calls.command("ZRANGE", key, first, first + count - 1, "REV", key=key)
+        return [member.decode().rpartition(":")[0] for member in cast("list[bytes]", reply)]
 
     async def read(self, principal: str, session_ids: Sequence[str]) -> list[SpooledSession]:
         """Return those of the sessions that are still here and can be read, in their order."""

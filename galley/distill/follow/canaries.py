@@ -68,14 +68,12 @@ class Canaries:
         return ""
 
     async def restore(self, folder: Path, version: str, is_ours: Callable[[str], bool]) -> None:
-        """Load the stable draft into replicas whose version gets no sessions any more, and `is_ours`."""
+        """Load the stable draft into replicas that serve another version of ours, unless one is on trial."""
         state, leases = await self._versions.read(), await self._registry.read(DRAFT_POOL)
-        split = state.split
-        if split.canary:
+        if state.split.canary:
             return
-        for lease in replicas_for_load(leases, split, version):
-            is_unused = lease.version in split.drained or lease.version != (split.stable or lease.version)
-            if is_unused and is_ours(lease.version):
+        for lease in replicas_for_load(leases, state.split, version):
+            if is_ours(lease.version):
                 problem = await self._send(lease.address, folder, version)
                 if problem:
                     _log.warning("stable draft not loaded", replica=lease.address, reason=problem)

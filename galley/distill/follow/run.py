@@ -69,6 +69,7 @@ class Follower:
         self._start_version = draft_version(options.start)
         self._corpus_sha256 = [sha256(path.read_bytes()).hexdigest() for path in options.corpus]
         self._waits_for = ""
+        self._turns = 0
 
     async def run(self, stop: asyncio.Event, cycles: int = 0) -> None:
         """Begin cycles until `stop` is set; with `cycles`, this many, also if they have nothing to do."""
@@ -200,22 +201,26 @@ class Follower:
         return await asyncio.to_thread(choose, spooled, self._learner.target.vocab, train, held_out)
 
     def _turn(self, principals: Sequence[str]) -> Sequence[str]:
-        """Return the principals whose turn it is; with many of them, others in each cycle."""
-        first = self._journal.next_cycle * _MOST_PRINCIPALS
+        """Return the principals whose turn it is; with many of them, others each time."""
+        first = self._turns * _MOST_PRINCIPALS
+        self._turns += 1
         count = min(len(principals), _MOST_PRINCIPALS)
         return [principals[(first + place) % len(principals)] for place in range(count)]
 
     async def _newest(self, principal: str, most_tokens: int) -> Sequence[SpooledSession]:
         """Return the newest sessions of a principal, of `most_tokens` together or a few more."""
-        sessions: list[SpooledSession] = []
-        ids, read = await self._spool.sessions(principal), 0
-        for at in range(0, len(ids), READ_AT_ONCE):
-            if read >= most_tokens:
+        sessions: dict[str, SpooledSession] = {}
+        first = read = 0
+        while read < most_tokens:
+            ids = await self._spool.sessions(principal, first, READ_AT_ONCE)
+            if not ids:
                 break
-            part = await self._spool.read(principal, ids[at : at + READ_AT_ONCE])
-            read += sum(len(session.tokens) for session in part)
-            sessions += part
-        return sessions
+            for session in await self._spool.read(principal, ids):
+                # Those that come meanwhile move others to later places.
+                sessions.setdefault(session.session_id, session)
+                read += len(session.tokens)
+            first += len(ids)
+        return list(sessions.values())
 
     async def _inputs_of(self, cycle: dict[str, Any]) -> Inputs:
         """Return what a recorded cycle read. Raise InvalidField if some of it is gone."""
@@ -223,12 +228,13 @@ class Follower:
         recorded = {mark for part in marks for mark in part}
         held: dict[str, Chosen] = {}
         for principal in await self._spool.principals():
-            ids = [
-                one for one in await self._spool.sessions(principal) if self._journal.mark(one) in recorded
-            ]
-            for session in await self._spool.read(principal, ids):
-                chosen = usable(self._journal.pseudonym(principal), session)
-                held[self._journal.mark(session.session_id)] = chosen
+            first = 0
+            while ids := await self._spool.sessions(principal, first):
+                first += len(ids)
+                read = [one for one in ids if self._journal.mark(one) in recorded]
+                for session in await self._spool.read(principal, read):
+                    chosen = usable(self._journal.pseudonym(principal), session)
+                    held[self._journal.mark(session.session_id)] = chosen
         gone = len(recorded) - len(held)
         if gone:
             raise InvalidField(

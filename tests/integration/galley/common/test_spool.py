@@ -141,6 +141,10 @@ async def test_a_damaged_entry_is_passed_over(
     assert await held(spool, ALICE) == [session(2)]
 
 
-async def test_many_sessions_are_read_in_parts(spool: LearningSpool) -> None:
+async def test_many_sessions_are_listed_and_read_in_parts(spool: LearningSpool) -> None:
     await asyncio.gather(*(spool.add(ALICE, session(number, length=9), MOST) for number in range(150)))
     assert sorted(one.tokens[0] for one in await held(spool, ALICE)) == list(range(150))
+    whole = await spool.sessions(ALICE)
+    parts = [await spool.sessions(ALICE, first, 64) for first in (0, 64, 128, 192)]
+    assert [one for part in parts for one in part] == whole
+    assert [len(part) for part in parts] == [64, 64, 22, 0]

@@ -143,6 +143,30 @@ async def test_a_canary_that_was_rolled_back_leaves_its_replica(deployed: Deploy
     assert canary in (await deployed.versions.read()).split.drained
 
 
+async def test_a_canary_whose_decision_was_lost_leaves_its_replica(
+    server: Server, deployed: Deployment
+) -> None:
+    await deployed.add(ALICE, workload("a", 250))
+    await deployed.cycle()
+    await deployed.versions.roll_back(author="rule", reason="worse")
+    await server.command("DEL", f"galley:drafts:{{{POOL}}}")
+    await deployed.cycle()
+    assert [draft.version for draft in deployed.drafts] == [draft_version(deployed.options.start)] * 2
+
+
+async def test_many_principals_are_read_in_turns(deployed: Deployment) -> None:
+    """Those whose turn is first have too little for a cycle."""
+    for number in range(70):
+        await deployed.add(f"p{number:02}", workload(f"{number:02}", 1 if number < 64 else 40, seed=number))
+    await deployed.register()
+    deployed.options = replace(deployed.options, every_s=0.0, new_tokens=5_000)
+    await deployed.follower().run(deployed.stop, cycles=1)
+    assert not deployed.cycles()
+    await deployed.follower().run(deployed.stop, cycles=2)
+    [cycle] = deployed.cycles()
+    assert cycle["cycle"] == 1
+
+
 async def test_a_draft_that_learned_nothing_is_not_offered(
     deployed: Deployment, options: FollowOptions
 ) -> None:
