@@ -41,9 +41,12 @@ clean: ## remove .venv and every cache
 
 # --------------------------------------------------------------------------------------------- run --
 
-.PHONY: demo
+.PHONY: demo demo-living
 demo: setup-run ## start the four processes, answer a prompt (PROMPT="..."), stop them
 	@$(BIN)/galley demo
+
+demo-living: setup ## train drafts on traffic that the shipped one does not know, and show how acceptance rises (half an hour)
+	@$(BIN)/python -m bench.living.demo
 
 # ------------------------------------------------------------------------------------ measurements --
 

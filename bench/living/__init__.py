@@ -1,0 +1,1 @@
+"""Drafts that learn from the traffic of a real stack: `make demo-living`."""
