@@ -13,8 +13,9 @@ from galley.core.records import decode_records
 from galley.core.store import StoredSession
 from services.gateway.session.replay import stored_spec
 
+_PIECE_TOKENS = 32 * 1024
 _SLICE_RECORDS = 1024
-"""Records that are read before others get a turn: about 1 ms."""
+"""Tokens that are compared, and records that are read, before others get a turn: about 1 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class LoggedAnswer:
 async def logged_answer(stored: StoredSession) -> LoggedAnswer:
     """Return the answer of a stored session. Raise LogLost if it cannot be read, or no target computed it."""
     spec, length = stored_spec(stored), len(stored.tokens)
-    if length > spec.max_position or max(stored.tokens) >= spec.vocab_size:
+    if length > spec.max_position or await _largest(stored.tokens) >= spec.vocab_size:
         raise LogLost("the log has tokens that no target draws")
     starts: list[tuple[int, str]] = []
     position = stored.prompt_len
@@ -72,3 +73,11 @@ async def logged_answer(stored: StoredSession) -> LoggedAnswer:
     ranges = [BuildRange(start, end, name) for (start, name), end in zip(starts, ends, strict=True)]
     target = stored.directory.target
     return LoggedAnswer(spec, stored.tokens, ranges, "" if target is None else target.replica)
+
+
+async def _largest(tokens: Sequence[int]) -> int:
+    largest = []
+    for at in range(0, len(tokens), _PIECE_TOKENS):
+        await asyncio.sleep(0)
+        largest.append(max(tokens[at : at + _PIECE_TOKENS]))
+    return max(largest)

@@ -63,6 +63,13 @@ class Calls:
         async for _ in self.stub.Resume(pb.ResumeRequest(session_id=session_id)):
             pass
 
+    async def audit(self, session_id: str) -> None:
+        response = await self.stub.Audit(pb.AuditRequest(session_id=session_id))
+        assert response.verdict == pb.AuditResponse.VERDICT_SAME
+
+    async def generate_and_audit(self, **given: Any) -> None:
+        await self.audit(await self.generate(**given))
+
     async def refused(self, data: bytes, compression: Any = None) -> None:
         """Send a request as it is, which must be refused."""
         call: Any = self.channel.unary_stream("/galley.v1.Generation/Generate")
@@ -123,6 +130,8 @@ CASES: dict[str, Callable[[Calls], Awaitable[object]]] = {
     "generate, too many ids": lambda on: on.refused(PACKED),
     "generate, no message": lambda on: on.refused(RANDOM),
     "resume": lambda on: on.resume(on.long),
+    "audit": lambda on: on.audit(on.long),
+    "audit, ids": lambda on: on.generate_and_audit(token_ids=pb.TokenIds(ids=IDS)),
     "abort": lambda on: on.stub.Abort(pb.AbortRequest(session_id=on.long)),
     "model info": lambda on: on.stub.GetModelInfo(pb.GetModelInfoRequest()),
     "http: ids": lambda on: on.post("/v1/completions", {"prompt": IDS, "max_tokens": 4}),
