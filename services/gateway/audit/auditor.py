@@ -70,6 +70,8 @@ class _Run:
     def __init__(self, tools: AuditTools, answer: LoggedAnswer, target: TargetReplica) -> None:
         self.fingerprint = target.fingerprint
         self.compute_ns = 0
+        # What runs at the address later may promise less or more.
+        self._is_deterministic = target.client.info.deterministic
         self._tools = tools
         self._answer = answer
         self._spec = audited_spec(answer.spec)
@@ -141,7 +143,7 @@ class _Run:
             replay.differing,
             tuple(replay.differences),
             self.fingerprint,
-            target.client.info.deterministic,
+            self._is_deterministic,
             target.address,
         )
 
@@ -156,6 +158,9 @@ class Auditor:
         self._working: asyncio.Task[None] | None = None
         self._is_closed = False
         self._counts: tuple[int, AuditCounts] | None = None
+        self._counting = asyncio.Lock()
+        self._incidents: deque[str] = deque(maxlen=MAX_WAITING)
+        """The sessions of the latest incidents: one that is audited again is no further incident."""
         if tools.metrics is not None:
             tools.metrics.observe_waiting(lambda: len(self._waiting) + (self._working is not None))
 
@@ -187,10 +192,11 @@ class Auditor:
 
     async def counts(self) -> AuditCounts:
         """Return the totals of all gateways, at most a second old. Raise GalleyError without the store."""
-        now = self._tools.clock.now_ns()
-        if self._counts is None or now - self._counts[0] >= _COUNTS_NS:
-            self._counts = now, await self._tools.records.counts()
-        return self._counts[1]
+        async with self._counting:
+            now = self._tools.clock.now_ns()
+            if self._counts is None or now - self._counts[0] >= _COUNTS_NS:
+                self._counts = now, await self._tools.records.counts()
+            return self._counts[1]
 
     # ------------------------------------------------------------------------------- by itself --
 
@@ -274,7 +280,11 @@ class Auditor:
     # ---------------------------------------------------------------------------------- results --
 
     async def _note(self, report: AuditReport, compute_ns: int) -> AuditReport:
-        """Count, log and store a report, and return it."""
+        """Count, log and store a report, and return it; an incident only once."""
+        if is_incident(report):
+            if report.session_id in self._incidents:
+                return report
+            self._incidents.append(report.session_id)
         _log_report(report)
         if self._tools.metrics is not None:
             self._tools.metrics.audited(report, compute_ns)

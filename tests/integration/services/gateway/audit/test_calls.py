@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
@@ -70,9 +71,11 @@ async def test_a_log_that_was_changed_is_damaged(
     session_id = await finished(gateway)
     async with shared_store.raw() as raw:
         await change(raw, session_id, name)
-    report = await gateway.client.audit(session_id)
-    assert (report.verdict, report.compared) == (Verdict.DAMAGED, 0)
+    for _ in range(2):
+        report = await gateway.client.audit(session_id)
+        assert (report.verdict, report.compared) == (Verdict.DAMAGED, 0)
     assert await records.counts() == AuditCounts(sessions=1, damaged=1)
+    assert len(await records.incidents()) == 1
     world.expect_error("audit found an incident")
 
 
@@ -129,3 +132,32 @@ async def test_a_target_that_fails_is_not_a_difference(world: World) -> None:
     assert (await gateway.client.audit(session_id)).verdict is Verdict.SAME
     world.target.item_failure = grpc.StatusCode.INTERNAL
     assert (await refused(gateway.client.audit(session_id))).code is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_an_aborted_session_is_audited_as_far_as_it_came(world: World) -> None:
+    gateway = await world.gateway()
+    stream, received = await world.held(gateway, 8)
+    await gateway.client.abort(stream.session_id)
+    world.target.gate.open()
+    await received.listen(stream)
+    report = await gateway.client.audit(stream.session_id)
+    assert (report.verdict, report.compared) == (Verdict.SAME, len(received.tokens))
+
+
+async def test_calls_of_one_moment_read_the_totals_once(
+    world: World, records: AuditRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = await world.gateway(pool=world.id)
+    await gateway.client.audit(await finished(gateway))
+    reads = 0
+    count = AuditRecords.counts
+
+    async def counted(records: AuditRecords) -> AuditCounts:
+        nonlocal reads
+        reads += 1
+        return await count(records)
+
+    monkeypatch.setattr(AuditRecords, "counts", counted)
+    totals = await asyncio.gather(*(gateway.client.audit_counts() for _ in range(8)))
+    assert {total.tokens for total in totals} == {MAX_TOKENS}
+    assert reads == 1
