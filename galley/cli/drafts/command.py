@@ -133,7 +133,7 @@ def _promote(store: Store, version: Version, *, reason: Reason = "") -> None:
     typer.echo(f"{version} gets all sessions")
     if serving < replicas:
         say(
-            f"warning: {serving} of {replicas} draft replicas serve it, and get all sessions; load it into "
+            f"warning: {serving} of {replicas} draft replicas serve it; load it into "
             f"the others with `galley drafts load DIR --version {version}`"
         )
 
