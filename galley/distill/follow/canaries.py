@@ -44,6 +44,13 @@ class Canaries:
     async def state(self) -> VersionState:
         return await self._versions.read()
 
+    async def problem(self) -> str:
+        """Return why no draft can be offered now, or nothing."""
+        state, leases = await self._versions.read(), await self._registry.read(DRAFT_POOL)
+        if state.split.canary:
+            return f"{state.split.canary} is on trial"
+        return "" if replicas_for_load(leases, state.split, "") else _NO_REPLICA
+
     async def offer(self, folder: Path, version: str, reason: str) -> str:
         """Load a draft into a replica and begin its trial; return why that cannot be, or nothing.
 
@@ -68,12 +75,16 @@ class Canaries:
         return ""
 
     async def restore(self, folder: Path, version: str, is_ours: Callable[[str], bool]) -> None:
-        """Load the stable draft into replicas that serve another version of ours, unless one is on trial."""
+        """Load the stable draft into replicas that serve another version, unless one is on trial.
+
+        The version must be ours, or one that replicas began with: what people loaded and drained stays.
+        """
         state, leases = await self._versions.read(), await self._registry.read(DRAFT_POOL)
         if state.split.canary:
             return
         for lease in replicas_for_load(leases, state.split, version):
-            if is_ours(lease.version):
+            is_first = bool(state.split.stable) and lease.version not in state.decided
+            if is_first or is_ours(lease.version):
                 problem = await self._send(lease.address, folder, version)
                 if problem:
                     _log.warning("stable draft not loaded", replica=lease.address, reason=problem)

@@ -112,13 +112,13 @@ class Follower:
         split = (await self._canaries.state()).split
         present = split.stable or self._start_version
         folder = self._folder_of(present)
-        if split.canary:
-            self._wait(f"{split.canary} is on trial")
-            return
         if folder is None:
-            self._wait(f"the stable version {present} was not trained here; promote or drain it")
+            self._wait(f"the stable version {present} was not trained here")
             return
         await self._canaries.restore(folder, present, lambda name: self._folder_of(name) is not None)
+        if problem := await self._canaries.problem():
+            self._wait(problem)
+            return
         inputs = await self._inputs()
         if len(inputs.held_out) < FEWEST_SESSIONS or self._new_tokens(inputs) < self._options.new_tokens:
             self._wait("there is too little that no cycle has read")

@@ -37,6 +37,7 @@ class LoadableDraft(rpc.DraftServicer):
         self.directory = directory
         self.loads: list[str] = []
         self.refusal = ""
+        self.is_loadable = True
         self.address = ""
 
     async def LoadDraft(
@@ -82,7 +83,10 @@ class Deployment:
         """Publish the leases of the drafts, as they are now."""
         for draft in self.drafts:
             info = pb.GetDraftInfoResponse(
-                version=draft.version, max_load_bytes=1 << 30, incarnation="life", strategies=["model"]
+                version=draft.version,
+                max_load_bytes=1 << 30 if draft.is_loadable else 0,
+                incarnation="life",
+                strategies=["model"],
             )
             await self.registry.publish(DRAFT_POOL, draft_lease(draft.address, info))
 

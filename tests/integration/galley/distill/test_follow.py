@@ -228,14 +228,34 @@ async def test_a_refused_load_is_recorded_and_its_version_gets_no_sessions(deplo
     assert split.drained == {cycle["version"]}
 
 
+async def test_replicas_that_began_with_a_name_get_the_promoted_draft_too(
+    server: Server, options: FollowOptions, tmp_path: Path
+) -> None:
+    await server.command("FLUSHALL")
+    async with deployment(server, options, ["v1", "v1", "a-persons"], tmp_path) as deployed:
+        await deployed.versions.drain("a-persons", author="a person")
+        await deployed.add(ALICE, workload("a", 250))
+        deployed.drafts[2].refusal = "it must not be asked"
+        deployed.drafts[2].is_loadable = False
+        await deployed.cycle()
+        promoted = last(deployed)["version"]
+        await deployed.versions.promote(promoted, author="rule")
+        deployed.drafts[2].is_loadable = True
+        await deployed.cycle()
+        assert [draft.version for draft in deployed.drafts] == [promoted, promoted, "a-persons"]
+
+
 async def test_without_a_second_replica_nothing_is_offered(
     server: Server, options: FollowOptions, tmp_path: Path
 ) -> None:
     await server.command("FLUSHALL")
     async with deployment(server, options, [draft_version(options.start)], tmp_path) as deployed:
         await deployed.add(ALICE, workload("a", 250))
-        await deployed.cycle()
-        assert "--max-load-mib" in last(deployed)["reason"]
+        with capture_logs() as logs:
+            await deployed.cycle()
+        assert [line["event"] for line in logs] == ["cycle waits"]
+        assert "--max-load-mib" in logs[0]["reason"]
+        assert not deployed.cycles()
         assert not deployed.drafts[0].loads
 
 
@@ -286,8 +306,9 @@ async def test_learning_is_stopped_within_a_step_and_leaves_nothing(
     assert not list((options.work / "drafts").iterdir())
 
 
-async def test_a_store_that_is_away_delays_a_cycle(deployed: Deployment, options: FollowOptions) -> None:
+async def test_a_store_that_is_away_delays_a_cycle(deployed: Deployment) -> None:
     await deployed.add(ALICE, workload("a", 250))
+    await deployed.register()
     follower = deployed.follower()
     cast("Any", follower)._spool = type("Away", (), {"principals": _away})()
     with capture_logs() as logs:
