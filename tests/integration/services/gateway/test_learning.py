@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from structlog.testing import capture_logs
 
 from galley.common.metrics import catalogue
 from galley.common.metrics.labels import GATEWAY
 from galley.common.metrics.registry import Registry
 from galley.common.registry.spool import LearningSpool
 from galley.common.server.server import Parts
+from galley.core.content import token_bytes
 from tests.fakes.http_client import http_client
 from tests.fakes.readings import number
 from tests.fakes.redis_clusters import until
@@ -67,6 +69,34 @@ async def test_only_principals_that_allow_it_are_learned_from(world: World, spoo
         must_be_true(await receive(alice.generate()))
     await kept(spool, "alice", 1)
     assert await spool.principals() == ["alice"]
+
+
+async def test_text_and_other_principals_are_nowhere_in_what_is_kept_and_exported(
+    world: World, spool: LearningSpool, shared_store: Server
+) -> None:
+    registry, words = Registry(GATEWAY), "A sentence that nobody else says."
+    keys = KeyFile(alice="learn = true").write(world)
+    gateway = await world.gateway_of(
+        Parts(metrics=registry), learn_tokens=LEARN, pool=world.id, api_keys_file=keys
+    )
+    with capture_logs() as logs:
+        async with calling(gateway, BOB) as bob, calling(gateway, ALICE) as alice:
+            others = await receive(bob.generate(words, workload="bobs"))
+            await receive(alice.generate(words, workload="alices"))
+        await kept(spool, "alice", 1)
+    names = [key.decode() for key in await shared_store.command("KEYS", f"galley:learning:{{{world.id}}}*")]
+    entries = [await shared_store.command("GET", name) for name in names if ":entry:" in name]
+    assert len(entries) == 1
+    held = b"".join(entries)
+    exported = f"{logs}{[reading.points for reading in registry.read()]}"
+    assert others.started is not None
+    for of_bob in ("bob", others.started.session_id):
+        assert not any(of_bob in name for name in names)
+    for written in (words, "bobs", others.started.session_id):
+        assert written.encode() not in held
+    assert words not in exported
+    assert token_bytes(others.tokens[:6]) not in exported.encode()
+    assert str(others.tokens[:6])[1:-1] not in exported
 
 
 async def test_a_session_that_did_not_end_here_is_not_kept(world: World, spool: LearningSpool) -> None:
