@@ -80,6 +80,7 @@ def main() -> int:
     parser.add_argument("--arm", default=AUTO, help="how requests speculate: auto, or such as model-4")
     parser.add_argument("--pairs", type=int, default=7, help="pairs of the comparison (default: 7)")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a kill ends the training, too
     with TemporaryDirectory() as scratch:
         work = Path(scratch) / "learning"
         outcome = asyncio.run(show(given, work))
