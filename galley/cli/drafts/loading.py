@@ -10,7 +10,7 @@ import typer
 
 from galley.cli.drafts.flags import Deployment
 from galley.cli.flags import say
-from galley.common.printable import one_line
+from galley.common.printable import one_line, printable
 from galley.core.versions.state import check_version
 
 if TYPE_CHECKING:
@@ -74,5 +74,5 @@ async def _load_one(
     except grpc.aio.AioRpcError as error:
         say(f"error: {address}: {error.details() or error.code().name}", style="red")
         return False
-    typer.echo(f"{one_line(address)} serves {one_line(served)}")
+    typer.echo(f"{printable(address)} serves {one_line(served)}")
     return True
