@@ -11,9 +11,13 @@ _LOOSE = 'build="other"'
 
 
 def _share_of_differing(window: str) -> str:
-    """Return the share of the audited tokens of other than deterministic builds that differ."""
+    """Return the share of differing ones in the audited tokens of other than deterministic builds.
+
+    It is 0 without any.
+    """
     differing = increase(of.AUDIT_TOKENS, window, where=f'{_LOOSE}, result="differs"')
-    return ratio(differing, increase(of.AUDIT_TOKENS, window, where=_LOOSE))
+    audited = increase(of.AUDIT_TOKENS, window, where=_LOOSE)
+    return ratio(differing, f"clamp_min({audited}, 1)")
 
 
 SESSIONS = Dashboard(

@@ -23,6 +23,8 @@ from tests.fakes.vocabularies import save_ascii_tokenizer
 # Greedy, a model of random weights soon repeats itself: lookup is right then.
 PROMPT = [5, 9, 2, 33, 5, 9, 2, 33, 5, 9]
 FIXED = Speculation(k=4)
+VERSION = "v1"
+"""The version of all drafts, which is on trial."""
 NO_FLAGS: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
@@ -54,13 +56,14 @@ async def monitored_stack(
                 *(word for pair in addresses.items() for word in pair),
                 *("--redis-url", f"unix://{facts['valkey']['address']}"),
                 *("--model", model, "--model-name", "tiny", *served, *peers),
+                *("--draft-split", f"{VERSION}=0.5"),
                 *flags.get("gateway", ()),
             )
 
         target = python_module(
             "services.target", "--model", model, "--dtype", "float32", *served, *flags.get("target", ())
         )
-        draft = python_module("services.draft", "--tokenizer", model, *served)
+        draft = python_module("services.draft", "--tokenizer", model, "--version", VERSION, *served)
         return [
             valkey,
             *(PartSpec(name, lambda _: target) for name in targets),
