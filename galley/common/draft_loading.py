@@ -22,6 +22,8 @@ from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 DRAFT_FILES = (CONFIG, WEIGHTS)
 DIGEST_BYTES = 16
+ACCEPTED = "galley-accepted"
+"""Name of the initial metadata by which a replica asks for the files that were described."""
 PIECE_BYTES = 512 * 1024
 """Most bytes of a file in a message of LoadDraft."""
 
@@ -54,8 +56,14 @@ async def send_draft(channel: grpc.aio.Channel, directory: Path, version: str = 
     AioRpcError if the replica refuses it or cannot be reached; its present weights then stay in use.
     """
     files = await asyncio.to_thread(_described, directory)
-    draft = pb.DraftFiles(files=files, version=version)
-    response: pb.LoadDraftResponse = await rpc.DraftStub(channel).LoadDraft(_messages(directory, draft))
+    call = rpc.DraftStub(channel).LoadDraft()
+    await call.write(pb.LoadDraftRequest(draft=pb.DraftFiles(files=files, version=version)))
+    # A refusal that comes while a message is being written would be lost: gRPC then reports INTERNAL.
+    if ACCEPTED in dict(await call.initial_metadata() or ()):
+        async for message in _data(directory, files):
+            await call.write(message)
+        await call.done_writing()
+    response: pb.LoadDraftResponse = await call
     return response.version
 
 
@@ -78,9 +86,8 @@ def _digest(path: Path) -> bytes:
         return hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=DIGEST_BYTES)).digest()
 
 
-async def _messages(directory: Path, draft: pb.DraftFiles) -> AsyncIterator[pb.LoadDraftRequest]:
-    yield pb.LoadDraftRequest(draft=draft)
-    for file in draft.files:
+async def _data(directory: Path, files: Iterable[pb.DraftFile]) -> AsyncIterator[pb.LoadDraftRequest]:
+    for file in files:
         path = directory / file.name
         for first in range(0, file.size, PIECE_BYTES):
             piece = await asyncio.to_thread(_read, path, first, min(PIECE_BYTES, file.size - first))

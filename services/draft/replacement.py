@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -50,8 +50,15 @@ class DraftReplacement:
         self._info = info
         self._one_at_a_time = asyncio.Lock()
 
-    async def load(self, requests: AsyncIterator[pb.LoadDraftRequest]) -> str:
-        """Replace the weights by the draft of `requests`; return its version.
+    async def load(
+        self,
+        first: pb.LoadDraftRequest,
+        requests: AsyncIterator[pb.LoadDraftRequest],
+        accept: Callable[[], Awaitable[None]],
+    ) -> str:
+        """Replace the weights by the draft that `first` describes and `requests` have; return its version.
+
+        Call `accept` once the description of its files is accepted.
 
         A call that raises, or is cancelled, changes nothing. Raise Unimplemented, Overloaded, Unavailable,
         InvalidField, and DeadlinePassed.
@@ -64,7 +71,7 @@ class DraftReplacement:
             raise Overloaded("another draft is being loaded", _RETRY_AFTER_S)
         async with self._one_at_a_time:
             with scratch_directory() as directory:
-                version = await receive_draft(requests, directory, self._info.max_load_bytes)
+                version = await receive_draft(first, requests, accept, directory, self._info.max_load_bytes)
                 strategies = await self._loaded(directory)
             self._loop.exchange(strategies)
             previous, self._info.version = self._info.version, version

@@ -11,6 +11,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+from galley.common.draft_loading import ACCEPTED
 from galley.common.models.grammars import ReplicaGrammars
 from galley.common.registry.leases import draft_lease
 from galley.common.server.requests import answer_of, failure_status, respond_all, respond_stream
@@ -30,6 +31,7 @@ from services.draft.answers.exchange import AnswerExchange
 from services.draft.answers.log import ANY_VOCABULARY
 from services.draft.loop import Done, DraftLoop, Proposed, ProposeJob
 from services.draft.replacement import DraftReplacement
+from services.draft.upload import first_message
 
 # A draft without a model accepts every token id (`ANY_VOCABULARY`) and length of the wire.
 _ANY_LENGTH = 2**32
@@ -93,12 +95,17 @@ class DraftService(rpc.DraftServicer):
     async def LoadDraft(
         self,
         request_iterator: AsyncIterator[pb.LoadDraftRequest],
-        context: Any,  # noqa: ARG002
+        context: Any,
     ) -> pb.LoadDraftResponse:
-        """Replace the weights by those that are sent."""
+        """Replace the weights by those that are sent. Send the initial metadata once they may be sent."""
+        first = await first_message(request_iterator)
         if self._replacement is None:
             raise Unimplemented("LoadDraft")
-        return pb.LoadDraftResponse(version=await self._replacement.load(request_iterator))
+
+        async def accept() -> None:
+            await context.send_initial_metadata(((ACCEPTED, "1"),))
+
+        return pb.LoadDraftResponse(version=await self._replacement.load(first, request_iterator, accept))
 
     def lease(self, address: str) -> DraftLease:
         sessions = self._recent.count(time.monotonic_ns())

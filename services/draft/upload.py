@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import IO
 
@@ -26,18 +26,41 @@ _LEAST_PIECE_BYTES = 1 << 14
 _MAX_CONFIG_BYTES = 1 << 20
 
 
-async def receive_draft(requests: AsyncIterator[pb.LoadDraftRequest], directory: Path, max_bytes: int) -> str:
-    """Write the files of a draft of at most `max_bytes` into `directory`; return its version.
+async def first_message(requests: AsyncIterator[pb.LoadDraftRequest]) -> pb.LoadDraftRequest:
+    """Return the message that describes a draft. Raise DeadlinePassed if it does not come.
 
-    Raise InvalidField, or DeadlinePassed if they come too slowly.
+    It is read before a call is refused: a caller that is still writing it would not get the reason.
     """
     try:
-        async with asyncio.timeout(_PATIENCE_S) as limit:
-            first = await anext(requests, pb.LoadDraftRequest())
-            draft = _checked(first, max_bytes)
-            allowed_s = _PATIENCE_S + _total(draft) / _LEAST_BYTES_PER_S
-            limit.reschedule(asyncio.get_running_loop().time() + allowed_s)
-            await _receive(draft, _pieces(requests), directory)
+        async with asyncio.timeout(_PATIENCE_S):
+            return await anext(requests, pb.LoadDraftRequest())
+    except TimeoutError:
+        raise DeadlinePassed("the description of the draft did not arrive in time") from None
+
+
+async def receive_draft(
+    first: pb.LoadDraftRequest,
+    requests: AsyncIterator[pb.LoadDraftRequest],
+    accept: Callable[[], Awaitable[None]],
+    directory: Path,
+    max_bytes: int,
+) -> str:
+    """Write the files that `first` describes, at most `max_bytes`, into `directory`; return their version.
+
+    Call `accept` once the description is checked. What follows is read to its end, or as far as it was
+    announced, also if it is refused: a caller that is still writing would not get the reason. Raise
+    InvalidField, or DeadlinePassed if they come too slowly.
+    """
+    draft = _checked(first, max_bytes)
+    try:
+        async with asyncio.timeout(_PATIENCE_S + _total(draft) / _LEAST_BYTES_PER_S):
+            await accept()
+            pieces = _pieces(requests)
+            try:
+                await _receive(draft, pieces, directory)
+            except InvalidField:
+                await _discard(pieces, _total(draft))
+                raise
     except TimeoutError:
         raise DeadlinePassed("the draft did not arrive in time") from None
     return draft.version or version_of((file.name, file.digest) for file in draft.files)
@@ -83,6 +106,11 @@ async def _receive(draft: pb.DraftFiles, pieces: AsyncIterator[bytes], directory
         await _receive_file(file, pieces, directory / file.name)
     if await anext(pieces, None) is not None:
         raise InvalidField("data", "must end with the last file")
+
+
+async def _discard(pieces: AsyncIterator[bytes], most_bytes: int) -> None:
+    while most_bytes > 0 and (piece := await anext(pieces, None)) is not None:
+        most_bytes -= max(len(piece), _LEAST_PIECE_BYTES)
 
 
 async def _receive_file(file: pb.DraftFile, pieces: AsyncIterator[bytes], path: Path) -> None:

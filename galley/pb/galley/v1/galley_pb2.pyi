@@ -1561,8 +1561,9 @@ Global___GetModelInfoResponse: _TypeAlias = GetModelInfoResponse  # noqa: Y015
 
 @_typing.final
 class LoadDraftRequest(_message.Message):
-    """The first message has `draft`; the others have the bytes of its files, one file after the other, in the order of `draft`. A message
-    has bytes of one file: its rest, or at least 16 KiB.
+    """The first message has `draft`, which the replica accepts by initial metadata that has `galley-accepted`. Those after it
+    have the bytes of its files, one file after the other, in the order of `draft`. A message has bytes of one file: its
+    rest, or at least 16 KiB.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

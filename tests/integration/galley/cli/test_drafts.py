@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from galley.cli.app import app
-from galley.common.draft_loading import CONFIG, WEIGHTS, draft_version
+from galley.common.draft_loading import ACCEPTED, CONFIG, WEIGHTS, draft_version
 from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry, draft_lease
 from galley.common.registry.spool import LearningSpool
 from galley.common.registry.trials import DraftVersions
@@ -229,6 +229,7 @@ class LoadedDraft(FakeDraft):
         self.version, self.max_load_bytes = version, 1 << 30
 
     async def LoadDraft(self, request_iterator: Any, context: Any) -> pb.LoadDraftResponse:
+        await context.send_initial_metadata(((ACCEPTED, "1"),))
         messages = [message async for message in request_iterator]
         if self.refusal:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.refusal)

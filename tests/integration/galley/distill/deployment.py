@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 
+from galley.common.draft_loading import ACCEPTED
 from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry, draft_lease
 from galley.common.registry.spool import LearningSpool, SpooledSession
 from galley.common.registry.trials import DraftVersions
@@ -45,9 +46,10 @@ class LoadableDraft(rpc.DraftServicer):
         request_iterator: AsyncIterator[pb.LoadDraftRequest],
         context: grpc.aio.ServicerContext[pb.LoadDraftRequest, pb.LoadDraftResponse],
     ) -> pb.LoadDraftResponse:
+        first = await anext(request_iterator)
         if self.refusal:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.refusal)
-        first = await anext(request_iterator)
+        await context.send_initial_metadata(((ACCEPTED, "1"),))
         data = b"".join([request.data async for request in request_iterator])
         self.version = first.draft.version
         self.loads.append(self.version)

@@ -338,6 +338,10 @@ async def test_files_of_killed_processes_are_removed(
         await send_draft(draft.channel, old)
 
 
+def models() -> list[CausalModel]:
+    return [one for one in gc.get_objects() if issubclass(type(one), CausalModel)]
+
+
 async def test_the_memory_of_the_old_weights_is_freed_without_a_collection(
     target: Path, old: Path, new: Path
 ) -> None:
@@ -347,10 +351,12 @@ async def test_the_memory_of_the_old_weights_is_freed_without_a_collection(
     gc.collect()
     gc.disable()
     try:
+        others = {id(one) for one in models()}
         strategies, info = load_strategies(settings, lookups)
-        kept = [weakref.ref(one) for one in gc.get_objects() if issubclass(type(one), CausalModel)]
-        kept += [weakref.ref(model.kv.keys) for one in kept if (model := one()) is not None]
-        del model
+        new_models = [one for one in models() if id(one) not in others]
+        kept: list[weakref.ref[object]] = [weakref.ref(one) for one in new_models]
+        kept += [weakref.ref(one.kv.keys) for one in new_models]
+        del new_models
         loop = DraftLoop(strategies, max_sessions=4, max_tokens=512, max_batch=4)
         del strategies
         assert [one for one in kept if one() is not None] == kept
