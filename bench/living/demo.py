@@ -35,12 +35,13 @@ from bench.living.comparison import Comparison, compare
 from bench.living.traffic import Traffic
 from bench.living.workloads import WORKLOADS
 from galley import AsyncClient
-from galley.bench.closed_loop import AUTO, GatewayLoop
+from galley.bench.closed_loop import GatewayLoop, fixed_arm
 from galley.common.models.files import shipped_draft
 from galley.common.registry.spool import LearningSpool
 from galley.common.registry.trials import DraftVersions
 from galley.core.admission.admission import ANONYMOUS_NAME
 from galley.core.audit import Verdict
+from galley.core.names import MODEL
 from galley.core.versions.state import VersionEvent
 from galley.distill.follow.journal import RECORD
 from galley.distill.work import kept_lines
@@ -54,6 +55,8 @@ _BASELINE_S = 60.0
 _AUDITED = 100
 """Sessions, the latest ones, that are audited at the end."""
 _SPOOL_TOKENS = 2_000_000
+_ARM = fixed_arm(MODEL, 4)
+"""Each round has four tokens of the draft's model, so that trials decide soon."""
 _ACCEPTANCE_GAIN, _SPEED_GAIN = 0.15, 1.2
 
 
@@ -77,7 +80,7 @@ def main() -> int:
     parser.add_argument("--cycle-tokens", type=int, default=60_000, help="answer tokens a cycle trains on")
     parser.add_argument("--new-tokens", type=int, default=8_000, help="new tokens that a cycle waits for")
     parser.add_argument("--trial-tokens", type=int, default=2_000, help="tokens of a canary's trial")
-    parser.add_argument("--arm", default=AUTO, help="how requests speculate: auto, or such as model-4")
+    parser.add_argument("--arm", default=_ARM, help="how requests speculate: auto, or (default) model-4")
     parser.add_argument("--pairs", type=int, default=7, help="pairs of the comparison (default: 7)")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a kill ends the training, too
