@@ -37,6 +37,7 @@ _SERVED: dict[str, Any] = {
     "model": None,
     "messages": [{"role": "user", "content": "Tell me."}],
     "input": "Tell me.",
+    "prompt": "Tell me.",
     "previous_response_id": None,
     "instructions": None,
     "speculation": None,
