@@ -13,7 +13,7 @@ import typer
 
 from galley.cli.config import with_config_flag
 from galley.cli.drafts import report
-from galley.cli.drafts.flags import Deployment, Store, run, with_peer_tls_flags, with_store_flags
+from galley.cli.drafts.flags import Deployment, Store, channel_tls, run, with_peer_tls_flags, with_store_flags
 from galley.cli.flags import FAILED, say, table_console, usage_of
 from galley.client.options import Tls
 from galley.common.sockets import host_and_port, joined
@@ -193,17 +193,12 @@ def _load(
         replicas = [joined(*host_and_port(each)) for each in replica or ()]
     if not directory.is_dir():
         raise typer.BadParameter(f"must be a directory, got {directory}", param_hint="DIR")
-    channel_tls = None
-    if tls is not None:
-        from galley.client.credentials import tls_to_gateways  # noqa: PLC0415  # grpc is slow to load
-
-        channel_tls = tls_to_gateways(tls)
     work = partial(
         load,
         directory=directory,
         version=version,
         replicas=replicas,
-        tls=channel_tls,
+        tls=channel_tls(tls),
         timeout_s=timeout,
         author=_author(),
     )

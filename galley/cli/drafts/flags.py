@@ -17,6 +17,7 @@ from galley.client.options import Tls
 if TYPE_CHECKING:
     from galley.common.registry.leases import ReplicaRegistry
     from galley.common.registry.trials import DraftVersions
+    from galley.common.tls.channels import ChannelTls
 
 _T = TypeVar("_T")
 _tls = partial(typer.Option, rich_help_panel="TLS to drafts")
@@ -111,6 +112,15 @@ def peer_tls_options(
         flag = "--peer-" + error.setting.replace("_", "-")
         raise typer.BadParameter(error.problem, param_hint=flag) from None
     return tls
+
+
+def channel_tls(tls: Tls | None) -> ChannelTls | None:
+    """Return the TLS of channels to drafts, by the flags of `peer_tls_options`."""
+    if tls is None:
+        return None
+    from galley.client.credentials import tls_to_gateways  # noqa: PLC0415  # grpc is slow to load
+
+    return tls_to_gateways(tls)
 
 
 def with_peer_tls_flags(command: Callable[..., None]) -> Callable[..., None]:

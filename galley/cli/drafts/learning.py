@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from galley.cli.drafts.flags import peer_tls_options, store_options
+from galley.cli.drafts.flags import channel_tls, peer_tls_options, store_options
 from galley.cli.flags import INTERRUPTED, StackName, fail, not_secret, with_flags_of
 from galley.client.options import Tls
 from galley.core.versions.rule import DEFAULT_TRIAL_TOKENS
@@ -209,11 +209,7 @@ async def _follower(
     spool = LearningSpool(url, pool)
     for closing in (registry, versions, spool):
         held.push_async_callback(closing.close)
-    tls = None
-    if learning.tls is not None:
-        from galley.client.credentials import tls_to_gateways  # noqa: PLC0415
-
-        tls = tls_to_gateways(learning.tls)
+    tls = channel_tls(learning.tls)
     canaries = Canaries(
         registry,
         versions,

@@ -11,12 +11,10 @@ import typer
 from galley.cli.drafts.flags import Deployment
 from galley.cli.flags import say
 from galley.common.printable import one_line, printable
-from galley.core.versions.state import check_version
+from galley.core.versions.state import NOT_TRIED, check_version
 
 if TYPE_CHECKING:
     from galley.common.tls.channels import ChannelTls
-
-NOT_TRIED = "loaded, not tried"
 
 
 async def load(

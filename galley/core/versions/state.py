@@ -14,6 +14,8 @@ from typing import Literal, TypeAlias
 from galley.core.versions.rule import DEFAULT_TRIAL_TOKENS
 from galley.core.versions.split import MAX_SHARE, Split, SplitBy
 
+NOT_TRIED = "loaded, not tried"
+"""Reason to drain a version before its weights are loaded, so that it gets no sessions at once."""
 MAX_DECIDED = 64
 """Versions whose decisions are kept, the latest ones. Older ones are forgotten, also if they are drained."""
 

@@ -14,10 +14,9 @@ from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry
 from galley.common.registry.trials import DraftVersions
 from galley.core.errors import UnsupportedModel
 from galley.core.routing.loading import replicas_for_load
-from galley.core.versions.state import VersionState
+from galley.core.versions.state import NOT_TRIED, VersionState
 
 AUTHOR = "learning"
-_NOT_TRIED = "loaded, not tried"
 _NO_REPLICA = "no draft replica takes it: it needs two that accept loads (--max-load-mib)"
 
 _LOAD_TIMEOUT_S = 600.0
@@ -63,7 +62,7 @@ class Canaries:
             replicas = replicas_for_load(leases, state.split, version)
             if not replicas:
                 return _NO_REPLICA
-            await self._versions.drain(version, author=AUTHOR, reason=_NOT_TRIED)
+            await self._versions.drain(version, author=AUTHOR, reason=NOT_TRIED)
             if problem := await self._send(replicas[0].address, folder, version):
                 return problem
         try:
