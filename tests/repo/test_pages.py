@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -27,12 +28,21 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.fixture(scope="module")
+def left_out() -> frozenset[Path]:
+    """Files and folders that lie here but in no clone, such as the plots of benchmarks."""
+    command = ("git", "ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory")
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return frozenset(ROOT / path for path in listed.split("\0") if path)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page: Path, left_out: frozenset[Path]) -> None:
     for link in _LINK.findall(page.read_text()):
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
         assert target.exists(), link
+        assert left_out.isdisjoint((target.resolve(), *target.resolve().parents)), link
         assert not anchor or anchor in anchors_of(target), link
 
 
