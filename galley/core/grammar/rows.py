@@ -28,7 +28,7 @@ def fill_row(row: NDArray[np.uint32], is_usual: bool, matcher: LLMatcher) -> boo
     row[:] = ALL
     if is_usual or not matcher.is_error():
         matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-    return not matcher.is_error()
+    return not matcher.is_error() and not matcher.is_stopped()
 
 
 def fill_tree(tokens: Sequence[int], parents: Parents, rows: NDArray[np.uint32], matcher: LLMatcher) -> None:

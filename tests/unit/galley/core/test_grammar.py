@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from itertools import product
 from unittest.mock import patch
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from galley.core.errors import Broken, UnsupportedModel
 from galley.core.grammar.cache import GrammarCache
 from galley.core.grammar.compiled import CompiledGrammar, GrammarState, compile_grammar
+from galley.core.grammar.lexer import Lexer
 from galley.core.grammar.limits import GrammarFailed, GrammarLimits
 from galley.core.grammar.spec import GrammarSpec, Kind
 from galley.core.grammar.vocabulary import Vocabulary
@@ -136,6 +138,18 @@ def test_a_state_is_a_function_of_the_confirmed_tokens(
         assert at.length == len(output)
         if token in vocabulary.end_tokens:
             break
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_rows_after_the_end_are_the_same_if_a_new_lexer_fills_them(spec: GrammarSpec) -> None:
+    compiled = compile_grammar(VOCABULARY, spec)
+    outputs = [
+        text for text in (b"", b"{}", b"ab", b"abc") if compiled.start().allowed_prefix(text) == len(text)
+    ]
+    for output, draft in product(outputs, ([END], [END, END], [OTHER_END, *b"a"])):
+        usual, state = rebuilt(compiled, list(output)).masks(draft), rebuilt(compiled, list(output))
+        with patch.object(Lexer, "is_sound", new=False):
+            np.testing.assert_array_equal(state.masks(draft), usual)
 
 
 @settings(max_examples=60, deadline=None)
