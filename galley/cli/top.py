@@ -103,12 +103,15 @@ async def _show(
         url, pool = store
         if url:
             from galley.common.registry.leases import ReplicaRegistry  # noqa: PLC0415  # needs redis
+            from galley.common.registry.trials import DraftVersions  # noqa: PLC0415
             from galley.top.registry import read_leases  # noqa: PLC0415
             from galley.top.scrape import TIMEOUT_S  # noqa: PLC0415
 
             registry = ReplicaRegistry(url, pool, call_timeout_s=TIMEOUT_S)
             held.push_async_callback(registry.close)
-            read_registry = partial(read_leases, registry)
+            versions = DraftVersions(url, pool, call_timeout_s=TIMEOUT_S)
+            held.push_async_callback(versions.close)
+            read_registry = partial(read_leases, registry, versions)
         scraper = live.Scraper(services, interval_s, read_registry)
         if once:
             if not await live.once(scraper, console):

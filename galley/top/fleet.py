@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from galley.common.metrics import catalogue
 from galley.common.metrics.labels import DRAFT, GATEWAY, SERVICE, TARGET
 from galley.core.routing.choice import DraftLease, TargetLease
+from galley.core.versions.split import Split
 from galley.stack.endpoint import Service
 from galley.top.series import Samples, added, by, growth, rows_of, total
 
@@ -50,10 +51,14 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """The leases in the registry; `problem` says why they could not be read."""
+    """The leases in the registry, and the split of the drafts' versions; None without a registry.
+
+    `problem` says why they could not be read.
+    """
 
     targets: Sequence[TargetLease] = ()
     drafts: Sequence[DraftLease] = ()
+    split: Split | None = None
     problem: str = ""
 
 

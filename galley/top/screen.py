@@ -19,6 +19,7 @@ from galley.common.sockets import host_and_port
 from galley.core.routing.choice import DraftLease, TargetLease
 from galley.top.fleet import POOLS, Fleet, Reading, Registered
 from galley.top.series import COUNT, Samples, added, by, mean, quantile, ratio, rows_of, total
+from galley.top.versions import Audits, DraftVersion, audits_of, versions_of
 
 Lease: TypeAlias = TargetLease | DraftLease
 
@@ -306,6 +307,8 @@ class Screen:
     overview: Overview
     replicas: list[Replica]
     workloads: list[Workload]
+    versions: list[DraftVersion]
+    audits: Audits | None
     history: tuple[float, ...]
     problem: str
 
@@ -324,6 +327,8 @@ def next_screen(fleet: Fleet, now_s: float) -> Screen:
         overview,
         replicas_of(readings, fleet.registered),
         workloads_of(readings),
+        versions_of(readings, fleet.registered),
+        audits_of(readings),
         tuple(fleet.speeds),
         fleet.registered.problem,
     )

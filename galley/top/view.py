@@ -1,4 +1,4 @@
-"""Render the dashboard with Rich: a few lines of totals, then the replicas, then the workloads.
+"""Render the dashboard with Rich: a few lines of totals, then replicas, versions of drafts, and workloads.
 
 It fits 80 columns of 24 lines; where rows do not fit, it says how many are not shown. Below 80 columns, lines
 and names continue in the next line and tables have fewer columns, so that nothing is cut.
@@ -29,6 +29,7 @@ from galley.top.screen import (
     Times,
     Workload,
 )
+from galley.top.versions import Audits, DraftVersion
 
 UNKNOWN = "-"
 _TIMES = "×"
@@ -89,7 +90,7 @@ _USED, _CACHED, _FREE = "█", "▒", "░"
 _BAR_CELLS = 12
 _SPARKS = "▁▂▃▄▅▆▇█"
 # A blank and a header for each table.
-_TABLE_LINES = 4
+_HEAD_LINES = 2
 
 
 def render(
@@ -101,15 +102,19 @@ def render(
     if (row := controls.details(screen)) is not None:
         return Group(_line(("galley top", "bold"), (f" · {row.name}", "")), Text(), _details(row))
     screen = controls.arrange(screen)
-    replicas, workloads = screen.replicas, screen.workloads
-    lines = [*_title(screen, width), *_figures(screen.overview, width)]
+    replicas, workloads, versions = screen.replicas, screen.workloads, screen.versions
+    lines = [*_title(screen, width), *_figures(screen.overview, width), *_audit_line(screen.audits, width)]
     if width >= WIDE:
         lines.append(_history(screen.history))
     if screen.problem:
         lines.append(_folded(("registry away: ", "red"), (screen.problem, "")))
     away = _problems(replicas) if width < NARROW else []
     keys = [] if height is None else [_keys(controls)]
-    room = None if height is None else height - _TABLE_LINES - len(lines) - len(away) - len(keys)
+    fixed = len(lines) + len(away) + len(keys) + _HEAD_LINES * (3 if versions else 2)
+    room = None if height is None else height - fixed
+    of_versions = versions_within(room, len(versions), len(replicas) + len(workloads))
+    if room is not None:
+        room -= min(len(versions), of_versions + 1)
     of_replicas, of_workloads = share(room, len(replicas), len(workloads))
     return Group(
         *lines,
@@ -117,6 +122,7 @@ def render(
         _replica_table(replicas, of_replicas, width, controls.selected),
         *away,
         *_rest(len(replicas), of_replicas),
+        *_versions(versions, of_versions, width),
         Text(),
         _workload_table(workloads, of_workloads, width),
         *_rest(len(workloads), of_workloads),
@@ -168,6 +174,11 @@ def share(room: int | None, first: int, second: int) -> tuple[int, int]:
     of_first = min(first, max(least, room - second))
     of_second = min(second, max(2, room - of_first))
     return _cut(first, of_first), _cut(second, of_second)
+
+
+def versions_within(room: int | None, count: int, others: int) -> int:
+    """Return how many of `count` versions to show in `room` lines that `others` rows need as well."""
+    return count if room is None or count + others <= room else _cut(count, min(count, max(3, room // 4)))
 
 
 def _cut(count: int, room: int) -> int:
@@ -228,6 +239,18 @@ def _figures(whole: Overview, width: int) -> list[Text]:
             alarm={"breakers"} if open_breakers else set(),
         ),
     ]
+
+
+def _audit_line(audits: Audits | None, width: int) -> list[Text]:
+    if audits is None:
+        return []
+    return _named(
+        width,
+        ("audited tokens", number(audits.compared, 0)),
+        ("differing", number(audits.differing, 0)),
+        *([("incidents", number(audits.incidents, 0))] if audits.incidents else []),
+        alarm={"incidents"},
+    )
 
 
 def _named(width: int, *pairs: tuple[str, str], alarm: set[str] | None = None) -> list[Text]:
@@ -361,3 +384,21 @@ def _workload_table(rows: Sequence[Workload], visible: int, width: int) -> Table
             times_of(speculation.speed_up),
         )
     return table
+
+
+def _versions(rows: Sequence[DraftVersion], visible: int, width: int) -> list[RenderableType]:
+    """Return a blank line and the table of versions; nothing without versions."""
+    if not rows:
+        return []
+    heads = ("draft version", "arm", "replicas", "share", "sessions", "gain")
+    table = _table(*heads, text={"draft version", "arm"}, shrinkable={"draft version"}, width=width)
+    for row in rows[:visible]:
+        table.add_row(
+            _cell(row.name, folds=width < NARROW),
+            _cell(row.arm or UNKNOWN),
+            number(row.replicas, 0),
+            percent(row.share),
+            number(row.sessions, 0),
+            percent(row.gain),
+        )
+    return [Text(), table, *_rest(len(rows), visible)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from rich.table import Table
 
@@ -13,15 +13,13 @@ from galley.common.printable import one_line
 from galley.core.routing.choice import DraftLease
 from galley.core.versions.counts import Estimate, VersionCounts
 from galley.core.versions.rule import Rule, decide
-from galley.core.versions.split import Split
+from galley.core.versions.split import ARMS, Arm, Split
 from galley.core.versions.state import VersionEvent, VersionState
 
-Arm: TypeAlias = Literal["stable", "canary", "drained", "other"]
 Z = 1.96
 """Standard errors of the intervals: 95 % of them contain the true value."""
 NO_NAME = "(all stable)"
 _REASON = 300
-_ARMS: tuple[Arm, ...] = ("stable", "canary", "other", "drained")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,7 @@ def rows(state: VersionState, counts: Mapping[str, VersionCounts], leases: Itera
     found = [
         Row(
             name,
-            arm_of(name, split),
+            split.arm_of(name),
             _share(name, split),
             tuple(sorted(replicas.get(name, ()), key=lambda lease: lease.address)),
             counts.get(name, VersionCounts()),
@@ -69,20 +67,12 @@ def rows(state: VersionState, counts: Mapping[str, VersionCounts], leases: Itera
         )
         for name in named | counted | replicas.keys()
     ]
-    return sorted(found, key=lambda row: (_ARMS.index(row.arm), row.version))
-
-
-def arm_of(version: str, split: Split) -> Arm:
-    if version and version == split.canary:
-        return "canary"
-    if version in split.drained:
-        return "drained"
-    return "stable" if not split.stable or version == split.stable else "other"
+    return sorted(found, key=lambda row: (ARMS.index(row.arm), row.version))
 
 
 def _share(version: str, split: Split) -> float:
     """Return the share that a version has by its name: several stable versions have theirs together."""
-    match arm_of(version, split):
+    match split.arm_of(version):
         case "canary":
             return split.share
         case "stable":

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Literal
+from typing import Literal, TypeAlias
 
 SplitBy = Literal["session", "tenant", "workload"]
+Arm: TypeAlias = Literal["stable", "canary", "drained", "other"]
+ARMS: tuple[Arm, ...] = ("stable", "canary", "other", "drained")
+"""All arms, in the order in which reports show them."""
 MAX_SHARE = 0.5
 """Largest share of sessions that a canary gets."""
 
@@ -36,6 +39,14 @@ class Split:
         drawn = keys[self.by]
         digest = blake2b(drawn, digest_size=4, person=b"galley.split", salt=self._salt).digest()
         return int.from_bytes(digest, "little") < self.share * _PARTS
+
+    def arm_of(self, version: str) -> Arm:
+        """Return the arm of a version; the empty name is that of all stable ones without a name."""
+        if version and version == self.canary:
+            return "canary"
+        if version in self.drained:
+            return "drained"
+        return "stable" if not self.stable or version == self.stable else "other"
 
     @property
     def _salt(self) -> bytes:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from galley.cli.app import app
 from galley.core.routing.choice import DraftLease
+from galley.core.versions.split import Split
 from galley.stack import endpoint
 from galley.stack.endpoint import Service
 from tests.fakes.metric_servers import serve_texts, unused_address
@@ -129,18 +130,29 @@ def test_a_wrong_flag_is_a_usage_error(wrong: tuple[str, ...]) -> None:
 
 async def test_registered_replicas_and_a_lost_store_are_shown() -> None:
     from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry  # noqa: PLC0415
+    from galley.common.registry.trials import DraftVersions  # noqa: PLC0415
     from galley.top.registry import read_leases  # noqa: PLC0415
 
     with running(VALKEY) as server:
         registry = ReplicaRegistry(server.url, lease_s=60, call_timeout_s=1)
+        versions = DraftVersions(server.url, call_timeout_s=1)
         lease = DraftLease(
-            address="10.0.0.8:5\x1b[2J", incarnation="1", model="m", tokenizer_hash="h", vocab_size=9
+            address="10.0.0.8:5\x1b[2J",
+            incarnation="1",
+            model="m",
+            tokenizer_hash="h",
+            vocab_size=9,
+            version="v2\x1b[2J",
         )
         await registry.publish(DRAFT_POOL, lease)
-        response = await read_leases(registry)
+        await versions.try_version("v2", 0.25)
+        response = await read_leases(registry, versions)
         assert [one.address for one in response.drafts] == ["10.0.0.8:5\ufffd[2J"]
+        assert [one.version for one in response.drafts] == ["v2\ufffd[2J"]
+        assert response.split == Split(canary="v2", share=0.25)
         assert (list(response.targets), response.problem) == ([], "")
-    away = await read_leases(registry)
+    away = await read_leases(registry, versions)
+    await versions.close()
     await registry.close()
     assert away.problem
     assert not away.drafts

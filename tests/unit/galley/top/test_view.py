@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from galley.top.screen import Replica
+from galley.top.versions import ALL_STABLE, Audits, DraftVersion
 from galley.top.view import duration, number, percent, render, share, times_of
 from tests.unit.galley.top import picture
 from tests.unit.galley.top.sample import screen
@@ -37,6 +38,35 @@ def test_a_replica_that_is_away() -> None:
     output = plain(render(screen(without="target-2", why="no response in 2 s"), 80, 24), 80)
     golden("away.txt", output)
     assert "3 of 4 up" in output
+
+
+def versions(*others: str) -> list[DraftVersion]:
+    return [
+        DraftVersion(ALL_STABLE, "stable", 0.95, None, 1520, 0.31),
+        DraftVersion("9f3c2a77d0b1e8f4", "canary", 0.05, 1, 84, 0.462),
+        DraftVersion("v1", "stable", None, 3, 0, None),
+        *(DraftVersion(name, "drained", None, 1, 12, 0.2) for name in others),
+    ]
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_versions_of_drafts_and_audits(width: int) -> None:
+    audited = replace(screen(), versions=versions(), audits=Audits(1_250_000, 3, 0))
+    output = plain(render(audited, width, 24), width)
+    golden(f"versions-{width}.txt", output)
+    assert "incidents" not in output
+    incident = plain(render(replace(audited, audits=Audits(5, 1, 1)), width, 24), width)
+    assert "audited tokens 5  differing 1  incidents 1" in incident
+
+
+def test_versions_share_the_lines_with_other_rows() -> None:
+    full = screen()
+    rows = [Replica("target", f"10.0.0.{n}:9464", "", "up") for n in range(40)]
+    many = replace(full, replicas=rows, versions=versions(*(f"v{n}" for n in range(2, 20))))
+    output = plain(render(many, 80, 24), 80).splitlines()
+    assert len(output) <= 24
+    assert "and 19 more" in output
+    assert "v19" in plain(render(many, 80), 80)
 
 
 def test_rows_that_do_not_fit_are_counted() -> None:
