@@ -119,22 +119,23 @@ async def test_sampled_tokens_equal_plain_decoding(
 async def test_wrong_draft_token_ends_acceptance(taught: Clients, default_model_dir: Path) -> None:
     """The tokens before it may be accepted, it and later ones not."""
     k = 4
-    options = GenerateOptions(temperature=0.0, max_tokens=k + 1, ignore_eos=True)
-    prompts = [f"{count} bottles of beer on the wall, {count} bottles of" for count in range(k + 1)]
+    # With none or several tokens before it: on a busy machine the draft is often too late for the first one.
+    right = (0, 3, 4, 5, 6)
+    options = GenerateOptions(temperature=0.0, max_tokens=max(right) + 1, ignore_eos=True)
+    prompts = [f"{count} bottles of beer on the wall, {count} bottles of" for count in right]
     encoded = encode(Tokenizer.load(str(default_model_dir)), prompts)
     plain = await read_answers(taught.main, prompts, options, PLAIN)
     lessons = [
         [*prompt, *answer.tokens[:count], answer.tokens[count] + 1, *answer.tokens[count + 1 :]]
-        for count, (prompt, answer) in enumerate(zip(encoded, plain, strict=True))
+        for count, prompt, answer in zip(right, encoded, plain, strict=True)
     ]
     taught.teach(lessons)
     case = Case(ORACLE, k, 1, spoil=0.0)
-    for count, (prompt, expected) in enumerate(zip(prompts, plain, strict=True)):
+    for count, prompt, expected in zip(right, prompts, plain, strict=True):
         for left in reversed(range(MOST_TRIES)):
             [answer] = await read_answers(taught.of(case), [prompt], options, case)
             assert answer.tokens == expected.tokens
             assert not answer.from_draft[count]
-            # On a busy machine the draft may be away, or too late, for the first tokens.
             if answer.stats.verified and any(answer.from_draft[:count]) == (count > 0):
                 break
             assert left, f"the tokens before number {count} were never accepted: {answer}"
