@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -35,6 +36,8 @@ from tests.integration.services.gateway.real import Real, paged
 EDITED = "a token of the log"
 LENGTH = 60
 STREAMS = 12
+ROUNDS = 30
+"""Answers of each stream before the services start anew: they keep their traces and steps in memory."""
 KINDS: tuple[Mapping[str, Any], ...] = (
     {},
     {"top_p": 0.9, "top_k": 20},
@@ -68,15 +71,15 @@ async def prove(directory: Path, store: Server, faults: int, tokens: int) -> dic
         for number in range(faults):
             found[kind] += await find(directory, tiny, store, judge, kind, number)
     began_s = time.monotonic()
-    verdicts, compared, differing = await audit_many(directory, tiny, store, tokens)
+    audited = await audit_many(directory, tiny, store, tokens)
     return {
         "planted": faults * (len(FAULTS) + 1),
         "found": dict(found),
-        "audits": verdicts,
-        "tokens": compared,
-        "differing": differing,
+        "audits": audited.verdicts,
+        "tokens": audited.compared,
+        "differing": audited.differing,
         "seconds": round(time.monotonic() - began_s, 1),
-        "met": found.total() == faults * (len(FAULTS) + 1) and differing == 0 and set(verdicts) == {"same"},
+        "met": found.total() == faults * (len(FAULTS) + 1) and audited.is_clean,
     }
 
 
@@ -114,28 +117,48 @@ def is_exact(report: AuditReport, received: Received, differing: list[int]) -> b
     )
 
 
-async def audit_many(
-    directory: Path, tiny: Path, store: Server, tokens: int
-) -> tuple[dict[str, int], int, int]:
-    """Return the number of verdicts of each kind, and how many tokens were compared and differ."""
-    verdicts, compared, differing, number = Counter[str](), 0, 0, 0
+@dataclass(slots=True)
+class Found:
+    """The sums over audits: the number of verdicts of each kind, and of tokens."""
+
+    verdicts: Counter[str] = field(default_factory=Counter)
+    compared: int = 0
+    differing: int = 0
+
+    @property
+    def is_clean(self) -> bool:
+        return self.differing == 0 and set(self.verdicts) == {"same"}
+
+    def add(self, report: AuditReport) -> None:
+        self.verdicts[report.verdict.value] += 1
+        self.compared += report.compared
+        self.differing += report.differing
+
+
+async def audit_many(directory: Path, tiny: Path, store: Server, tokens: int) -> Found:
+    """Serve and audit sessions of all kinds until so many tokens were compared."""
+    found, number = Found(), 0
     given: dict[str, Any] = {"drafts": True, "max_sessions": 16 * STREAMS}
-    async with Real(directory, tiny, store.url, engines=[paged, paged], **given) as real:
+    while found.compared < tokens:
+        async with Real(directory, tiny, store.url, engines=[paged, paged], **given) as real:
+            for _ in range(ROUNDS):
+                sessions = (served_and_audited(real, each) for each in range(number, number + STREAMS))
+                for report in await asyncio.gather(*sessions):
+                    found.add(report)
+                number += STREAMS
+        print(
+            f"{found.compared:,} tokens of {number:,} sessions audited, {found.differing:,} differ",
+            flush=True,
+        )
+    return found
 
-        async def session(number: int) -> AuditReport:
-            sampling = {"temperature": 0.3 * (number % 4), "seed": number, "max_tokens": 150}
-            prompt = [*PROMPT[: 1 + number % 3], number % 101]
-            stream = real.generate(prompt, **sampling, **KINDS[number % len(KINDS)])
-            await receive(stream)
-            return await real.gateway.client.audit(stream.session_id)
 
-        while compared < tokens:
-            for report in await asyncio.gather(*map(session, range(number, number + STREAMS))):
-                verdicts[report.verdict.value] += 1
-                compared += report.compared
-                differing += report.differing
-            number += STREAMS
-    return dict(verdicts), compared, differing
+async def served_and_audited(real: Real, number: int) -> AuditReport:
+    sampling = {"temperature": 0.3 * (number % 4), "seed": number, "max_tokens": 150}
+    prompt = [*PROMPT[: 1 + number % 3], number % 101]
+    stream = real.generate(prompt, **sampling, **KINDS[number % len(KINDS)])
+    await receive(stream)
+    return await real.gateway.client.audit(stream.session_id)
 
 
 if __name__ == "__main__":
