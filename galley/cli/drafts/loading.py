@@ -33,13 +33,12 @@ async def load(
     """
     from galley.common.draft_loading import draft_version  # noqa: PLC0415
     from galley.common.registry.leases import DRAFT_POOL  # noqa: PLC0415
-    from galley.core.routing.loading import replicas_for_load  # noqa: PLC0415
+    from galley.core.routing.loading import is_in_use, replicas_for_load  # noqa: PLC0415
 
     digest = await asyncio.to_thread(draft_version, directory)
     name = check_version(version) if version else digest
-    state = await deployment.versions.read()
+    state, leases = await deployment.versions.read(), await deployment.registry.read(DRAFT_POOL)
     if not replicas:
-        leases = await deployment.registry.read(DRAFT_POOL)
         replicas = [lease.address for lease in replicas_for_load(leases, state.split, name)]
     if not replicas:
         raise ValueError(
@@ -47,8 +46,8 @@ async def load(
             "(--max-load-mib), serve another version, and not be the only one of the stable version; name "
             "replicas with --replica"
         )
-    # Without a trial every version is stable: the replica would get sessions at once.
-    if name not in {state.split.stable, state.split.canary, *state.split.drained}:
+    # Without a stable version all are that are not drained: the replica would get sessions at once.
+    if name not in state.split.drained and not is_in_use(leases, state.split, name):
         await deployment.versions.drain(name, author=author, reason=NOT_TRIED)
     loaded = [await _load_one(each, directory, name, tls, timeout_s) for each in replicas]
     return all(loaded)

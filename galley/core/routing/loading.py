@@ -24,6 +24,13 @@ def replicas_for_load(leases: Iterable[DraftLease], split: Split, version: str) 
     return last if len(stable) > 1 else []
 
 
+def is_in_use(leases: Iterable[DraftLease], split: Split, version: str) -> bool:
+    """Return True if a replica that takes the version gets sessions by it, as others do already."""
+    if split.stable or version == split.canary:
+        return _gets_sessions(version, split)
+    return version not in split.drained and any(lease.version == version for lease in leases)
+
+
 def _gets_sessions(version: str, split: Split) -> bool:
     return version == split.canary or _is_stable(version, split)
 

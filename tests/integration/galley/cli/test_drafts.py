@@ -284,6 +284,16 @@ async def test_what_is_loaded_gets_no_sessions_until_it_is_tried(
     assert (await versions.read()).split.drained == set()
 
 
+async def test_a_load_of_a_version_that_gets_sessions_does_not_drain_it(
+    server: Server, versions: DraftVersions, replicas: dict[str, LoadedDraft], directory: Path
+) -> None:
+    """As after a test of other weights, when a replica gets the first ones again."""
+    await versions.drain("bad")
+    assert (await galley(server, "load", str(directory), "--version", "v1")).exit_code == 0
+    assert {each.version for each in replicas.values()} == {"v1"}
+    assert (await versions.read()).split.drained == {"bad"}
+
+
 async def test_after_a_promotion_the_others_are_loaded_with_the_same_version(
     server: Server, versions: DraftVersions, replicas: dict[str, LoadedDraft], directory: Path
 ) -> None:
