@@ -23,7 +23,6 @@ from galley.core.versions.state import check_version
 
 if TYPE_CHECKING:
     from galley.core.routing.choice import DraftLease
-    from galley.core.versions.state import VersionState
 
 _LOAD_TIMEOUT_S = 600.0
 
@@ -141,11 +140,17 @@ def _promote(store: Store, version: Version, *, reason: Reason = "") -> None:
 def _drain(store: Store, version: Version, *, reason: Reason = "") -> None:
     """Give no more sessions to a version; a trial of it ends."""
 
-    async def drain(deployment: Deployment) -> VersionState:
-        return await deployment.versions.drain(version, author=_author(), reason=reason)
+    async def drain(deployment: Deployment) -> bool:
+        versions = deployment.versions
+        before, leases = await versions.read(), await _leases(deployment)
+        await versions.drain(version, author=_author(), reason=reason)
+        named = {before.split.stable, before.split.canary, *before.decided}
+        return version in named or any(lease.version == version for lease in leases)
 
-    run(store, drain)
+    is_known = run(store, drain)
     typer.echo(f"{version} gets no more sessions")
+    if not is_known:
+        say(f"warning: no registered draft serves {version}, and it was never tried or decided")
 
 
 def _history(store: Store, *, as_json: AsJson = False) -> None:

@@ -176,6 +176,19 @@ async def test_wrong_usage_is_one_line(
     assert not result.stdout
 
 
+async def test_a_drain_of_a_version_that_nobody_knows_is_a_warning(
+    server: Server, versions: DraftVersions
+) -> None:
+    await register(server, ("a:1", "v1", 0))
+    await versions.try_version("v2", 0.1)
+    for known in ("v1", "v2"):
+        assert not (await galley(server, "drain", known)).stderr
+    unknown = await galley(server, "drain", "v3")
+    assert (unknown.exit_code, unknown.stdout) == (0, "v3 gets no more sessions\n")
+    assert unknown.stderr == "warning: no registered draft serves v3, and it was never tried or decided\n"
+    assert not (await galley(server, "drain", "v3")).stderr
+
+
 async def test_a_store_that_is_away_is_an_error(server: Server) -> None:
     result = await galley(server, "list", GALLEY_DRAFTS_REDIS_URL="redis://127.0.0.1:1/0")
     assert result.exit_code == 1
