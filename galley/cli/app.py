@@ -63,7 +63,8 @@ class _Group(TyperGroup):
         try:
             code = super().main(args, standalone_mode=False, **extra)
         except _ClickException as error:
-            say(f"error: {_usage_problem(error)}", style="red")
+            if error.format_message():  # A group without a command has printed its help, and has none.
+                say(f"error: {_usage_problem(error)}", style="red")
             code = USAGE
         except typer.Abort:
             code = FAILED

@@ -176,6 +176,13 @@ async def test_wrong_usage_is_one_line(
     assert not result.stdout
 
 
+async def test_without_a_command_only_the_help_is_printed(server: Server) -> None:
+    result = await galley(server)
+    assert result.exit_code == 2
+    assert "Usage: galley drafts" in result.output
+    assert "error" not in result.output
+
+
 async def test_a_drain_of_a_version_that_nobody_knows_is_a_warning(
     server: Server, versions: DraftVersions
 ) -> None:
