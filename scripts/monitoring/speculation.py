@@ -6,7 +6,7 @@ from galley.common.metrics import catalogue as of
 from galley.core.names import LOCAL_SOURCES
 from scripts.monitoring.grafana import Dashboard, Panel, Query, Row
 from scripts.monitoring.overview import quantiles
-from scripts.monitoring.queries import gauge, largest, mean, quantile, rate, ratio
+from scripts.monitoring.queries import gauge, increase, largest, mean, quantile, rate, ratio
 
 # As in the alert GalleyAcceptanceCollapse: what a grammar forces and callers predict tells nothing of drafts.
 _OF_DRAFTS = f'strategy!~"{"|".join(LOCAL_SOURCES)}"'
@@ -202,6 +202,7 @@ SPECULATION = Dashboard(
                         ),
                     ),
                     "percentunit",
+                    width=12,
                     max_value=1,
                     runbooks=("GalleyDraftRolledBack",),
                 ),
@@ -209,6 +210,7 @@ SPECULATION = Dashboard(
                     "Sessions by draft version",
                     "Finished sessions per second, by the version that they were given.",
                     (Query(rate(of.DRAFT_VERSION_SESSIONS, "version"), "{{version}}"),),
+                    width=12,
                     stacked=True,
                     unit="suffix: sessions/s",
                 ),
@@ -217,7 +219,16 @@ SPECULATION = Dashboard(
                     "Share of the sessions that the split in force gives to a version.",
                     (Query(largest(of.DRAFT_VERSION_SHARE, "version"), "{{version}}"),),
                     "percentunit",
+                    width=12,
                     max_value=1,
+                ),
+                Panel(
+                    "Loads of drafts",
+                    "Loads of weights into running drafts within the last hour, by result.",
+                    (Query(increase(of.DRAFT_LOADS, "1h", "result"), "{{result}}"),),
+                    width=12,
+                    stacked=True,
+                    unit="suffix: loads",
                 ),
             ),
         ),

@@ -30,6 +30,7 @@ from services.draft.scratch import scratch_directory
 from services.draft.settings import DraftSettings
 from services.draft.strategies.base import Strategy
 from services.draft.strategies.ngram import Lookups
+from services.draft.telemetry import LoadResult
 from services.draft.upload import receive_draft
 
 T = TypeVar("T")
@@ -63,6 +64,27 @@ class DraftReplacement:
         A call that raises, or is cancelled, changes nothing. Raise Unimplemented, Overloaded, Unavailable,
         InvalidField, and DeadlinePassed.
         """
+        result: LoadResult = "refused"
+
+        async def accept_and_note() -> None:
+            nonlocal result
+            result = "failed"
+            await accept()
+
+        try:
+            version = await self._load(first, requests, accept_and_note)
+            result = "loaded"
+        finally:
+            if self._loop.meter is not None:
+                self._loop.meter.loaded(result)
+        return version
+
+    async def _load(
+        self,
+        first: pb.LoadDraftRequest,
+        requests: AsyncIterator[pb.LoadDraftRequest],
+        accept: Callable[[], Awaitable[None]],
+    ) -> str:
         if not self._info.max_load_bytes:
             raise Unimplemented("LoadDraft", "must be allowed by --max-load-mib")
         if self._loop.draining.is_set():

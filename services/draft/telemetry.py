@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Literal, TypeAlias
 
 from galley.common.metrics import catalogue
 from galley.common.metrics.labels import PROPOSED
@@ -11,6 +12,8 @@ from galley.common.metrics.registry import Registry
 from galley.common.tracing.item_spans import LINK_ITEM
 from galley.common.tracing.light_spans import LightSpan, SpanScope
 from galley.core import names
+
+LoadResult: TypeAlias = Literal["loaded", "refused", "failed"]
 
 _SECOND = 1e9
 
@@ -65,6 +68,7 @@ class DraftMeter:
         self._sessions = registry.distribute(catalogue.DRAFT_BATCH_SESSIONS).at()
         self._duration = registry.distribute(catalogue.DRAFT_STEP_DURATION).at()
         self._proposals = registry.count(catalogue.DRAFT_PROPOSALS)
+        self._loads = registry.count(catalogue.DRAFT_LOADS)
         registry.observe(catalogue.DRAFT_QUEUE_DEPTH, lambda: [((), queue_depth())])
         registry.observe(catalogue.WASTED_DRAFT_TOKENS, lambda: [(("cancelled",), wasted())])
         for strategy in strategies:
@@ -85,3 +89,7 @@ class DraftMeter:
     def ended(self, strategy: str, outcome: str) -> None:
         """Count a request that ended with one of the outcomes of the catalogue."""
         self._proposals.at(strategy, outcome).value += 1
+
+    def loaded(self, result: LoadResult) -> None:
+        """Count a call of LoadDraft."""
+        self._loads.at(result).value += 1

@@ -320,6 +320,12 @@ DRAFT_PROPOSALS = _draft_counter(
     (of.STRATEGY, of.PROPOSED),
     initial=(),
 )
+DRAFT_LOADS = _draft_counter(
+    "galley.draft.loads",
+    "{load}",
+    "Calls of LoadDraft, which replaces the weights of a running draft.",
+    (of.LOADED,),
+)
 
 # ------------------------------------------------------------------------------------------ target --
 

@@ -166,6 +166,12 @@ PROPOSED = Label(
     "`superseded`: replaced by a newer request; `cancelled`: given up by the gateway",
     values=("result", "cache_miss", "superseded", "cancelled", "error"),
 )
+LOADED = Label(
+    "result",
+    "`refused`: before its files were sent; `failed`: afterwards, for example because they are damaged or do "
+    "not suit the target. Both change nothing",
+    values=("loaded", "refused", "failed"),
+)
 BLOCKS = Label(
     "state",
     "`used`: by open sessions; `cached`: evictable; `free`: empty",

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from galley.common.server.server import RunningServer, start_server
+from galley.common.server.server import Parts, RunningServer, start_server
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.draft.__main__ import build
 from services.draft.settings import DraftSettings
@@ -24,9 +24,9 @@ async def drafting(**given: Any) -> AsyncIterator[rpc.DraftAsyncStub]:
 
 
 @asynccontextmanager
-async def draft_server(**given: Any) -> AsyncIterator[RunningServer]:
+async def draft_server(parts: Parts | None = None, /, **given: Any) -> AsyncIterator[RunningServer]:
     settings = DraftSettings(**{"max_draft_tokens": 8, "drain_timeout_s": 5} | given)
-    running = await start_server(settings, build(settings))
+    running = await start_server(settings, build(settings), parts)
     try:
         yield running
     finally:

@@ -20,6 +20,10 @@ import pytest
 import torch
 
 from galley.common.draft_loading import CONFIG, WEIGHTS, draft_version, send_draft
+from galley.common.metrics import catalogue
+from galley.common.metrics.labels import DRAFT, LOADED
+from galley.common.metrics.registry import Registry
+from galley.common.server.server import Parts
 from galley.engine.model import CausalModel
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -29,6 +33,7 @@ from services.draft.settings import DraftSettings
 from services.draft.strategies.model import ModelSteps, ModelStrategy
 from services.draft.strategies.ngram import Lookups
 from tests.fakes.feature_drafts import save_feature_draft
+from tests.fakes.readings import number
 from tests.fakes.tiny_model import greedy, load_tiny_model, save_tiny_model
 from tests.integration.galley.engine.drafts import Draft, draft_of, save_target
 from tests.integration.services.draft.conftest import draft_server
@@ -100,9 +105,12 @@ class Served:
 
 
 @asynccontextmanager
-async def served(target: Path, draft: Path, max_load_mib: int = 1, **given: str) -> AsyncIterator[Served]:
+async def served(
+    target: Path, draft: Path, max_load_mib: int = 1, metrics: Registry | None = None, **given: str
+) -> AsyncIterator[Served]:
     async with (
         draft_server(
+            Parts(metrics=metrics),
             model=str(draft),
             target_model=str(target),
             dtype="float32",
@@ -293,6 +301,26 @@ async def test_what_is_refused_changes_nothing(
         assert await draft.proposed(PROMPT, "t") == first
         files, [config, weights] = announced(new)
         assert await load(draft, files, [config, weights[:20000], weights[20000:]]) == draft_version(new)
+
+
+async def test_loads_are_counted_by_their_results(
+    target: Path, old: Path, new: Path, damaged: dict[str, tuple[Path, str]]
+) -> None:
+    registry = Registry(DRAFT)
+    async with served(target, old, metrics=registry) as draft:
+
+        def counts() -> dict[str, float]:
+            return {result: number(registry, catalogue.DRAFT_LOADS, result) for result in LOADED.values}
+
+        assert counts() == {"loaded": 0, "refused": 0, "failed": 0}
+        await send_draft(draft.channel, new)
+        assert counts() == {"loaded": 1, "refused": 0, "failed": 0}
+        with pytest.raises(grpc.aio.AioRpcError):
+            await send_draft(draft.channel, new, "a/b")
+        assert counts() == {"loaded": 1, "refused": 1, "failed": 0}
+        with pytest.raises(grpc.aio.AioRpcError):
+            await send_draft(draft.channel, damaged["no numbers"][0])
+        assert counts() == {"loaded": 1, "refused": 1, "failed": 1}
 
 
 async def test_a_replica_accepts_none_by_default(target: Path, old: Path, new: Path) -> None:
