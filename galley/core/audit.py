@@ -10,6 +10,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+AUDIT_PRIORITY = -(2**31)
+"""Priority of audits at targets, the lowest there is."""
 MAX_DIFFERENCES = 16
 """Differences that a report names; more are only counted."""
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from galley.core.acceptance import confirm
+from galley.core.audit import AUDIT_PRIORITY
 from galley.core.content import Miss, SessionKey
 from galley.core.cost.model import LiveStepTimes, StepTimes
 from galley.core.errors import Broken, DeadlinePassed, GalleyError, InvalidField, Overloaded
@@ -152,7 +153,7 @@ class Scheduler:
                 f"must be at most the {capacity} tokens that KV memory holds, got {message.position}",
             )
         self._last_id += 1
-        memory = self._memory(message.key)
+        memory = self._memory(message)
         request = ActiveRequest(
             self._last_id, message, memory, now, self.max_draft_tokens, takes_trees=self.takes_trees
         )
@@ -246,9 +247,11 @@ class Scheduler:
         request.grammar = self._grammars.follow(message, request.tokens)
         self._active[request.key] = request
 
-    def _memory(self, key: SessionKey) -> SessionStatistics:
-        memory = self._memories.pop(key, None) or SessionStatistics(self._overall)
-        self._memories[key] = memory
+    def _memory(self, message: VerifyRequest) -> SessionStatistics:
+        # The draft tokens of audits are those of token logs, which say nothing of drafts.
+        overall = None if message.priority == AUDIT_PRIORITY else self._overall
+        memory = self._memories.pop(message.key, None) or SessionStatistics(overall)
+        self._memories[message.key] = memory
         if len(self._memories) > _MEMORIES:
             self._memories.popitem(last=False)
         return memory

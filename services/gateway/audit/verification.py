@@ -11,6 +11,7 @@ from dataclasses import replace
 import grpc
 
 from galley.core.answer.answer import SessionSpec
+from galley.core.audit import AUDIT_PRIORITY
 from galley.core.errors import GalleyError
 from galley.core.session import events as ev
 from galley.core.session.events import VerifyEvent
@@ -21,7 +22,6 @@ from services.gateway.replicas.targets import TargetReplica
 
 AUDIT_PREFIX = "audit-"
 """Begins the session ids of audits at targets; no session of a client has such an id."""
-LOWEST_PRIORITY = -(2**31)
 _SALT_BYTES = 16
 _TOP_LOGPROBS = 20
 """Likeliest tokens that a target names, among which the token of the log probably is."""
@@ -57,7 +57,7 @@ def audited_spec(spec: SessionSpec) -> SessionSpec:
         session_id=f"{AUDIT_PREFIX}{secrets.token_hex(16)}",
         tenant_salt=secrets.token_bytes(_SALT_BYTES),
         arrival_ns=time.time_ns(),
-        priority=LOWEST_PRIORITY,
+        priority=AUDIT_PRIORITY,
         logprobs=_TOP_LOGPROBS,
     )
 

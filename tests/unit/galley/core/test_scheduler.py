@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 
+from galley.core.audit import AUDIT_PRIORITY
 from galley.core.content import Miss, prefix_hash
 from galley.core.cost.model import StepTimes
 from galley.core.errors import Broken, DeadlinePassed, InvalidField, Overloaded, Unavailable
@@ -438,6 +439,24 @@ def test_a_higher_priority_preempts_an_older_session(bounds: dict[str, int]) -> 
     answers = {answer.request_id: answer.outcome for answer in bench.step()}
     assert isinstance(answers[urgent], Confirmed)
     assert isinstance(answers[old], Miss)
+
+
+def test_audits_do_not_change_how_many_draft_tokens_are_verified() -> None:
+    """Their draft tokens are those of a token log, so nearly all are accepted."""
+
+    def rows_after(*priorities: int) -> int:
+        bench = Bench(times=StepTimes.measured([(1, 10 * MS), (17, 26 * MS)]))
+        for number, priority in enumerate(priorities):
+            given = [number, *PROMPT]
+            drafts = tuple(true_answer(given, 8))
+            message = request(given, session=f"{number}", draft_tokens=drafts, priority=priority)
+            bench.submit(message)
+            bench.results()
+        bench.submit(request(PROMPT, session="client", draft_tokens=(1,) * 16))
+        return bench.begin().rows
+
+    assert rows_after(*[0] * 20) > rows_after(), "drafts of clients do"
+    assert rows_after(*[AUDIT_PRIORITY] * 20) == rows_after()
 
 
 def test_prompts_are_fed_by_priority_and_then_by_arrival() -> None:

@@ -9,11 +9,11 @@ from typing import Any, cast
 import pytest
 
 from galley.common.metrics import catalogue
+from galley.core.audit import AUDIT_PRIORITY
 from services.gateway.audit import auditor
 from services.gateway.audit import records as stored
 from services.gateway.audit.auditor import is_drawn
 from services.gateway.audit.records import AuditRecords
-from services.gateway.audit.verification import LOWEST_PRIORITY
 from tests.fakes.changed_logs import change
 from tests.fakes.redis_servers import Server
 from tests.fakes.replicas import PASS_NS
@@ -77,7 +77,7 @@ async def test_finished_sessions_are_audited_at_the_lowest_priority(
     [salt] = {call.slice.tenant_salt for call in audits(world)}
     [served] = {call.slice.tenant_salt for call in world.target.calls if call.slice.session_id == session_id}
     assert salt != served
-    assert {call.slice.priority for call in audits(world)} == {LOWEST_PRIORITY}
+    assert {call.slice.priority for call in audits(world)} == {AUDIT_PRIORITY}
     assert {len(call.draft_tokens) for call in audits(world)} != {16}
     assert it.number(catalogue.AUDIT_TOKENS, "deterministic", "same") == MAX_TOKENS
     assert it.number(catalogue.AUDIT_TIME) == pytest.approx(len(audits(world)) * PASS_NS / 1e9)
