@@ -9,9 +9,8 @@ lookup share it and its failure: one lookup a caller would make the last wait fo
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Generic, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 from hiredis import pack_command
 from redis import exceptions as redis_errors
@@ -20,9 +19,9 @@ from redis.crc import key_slot
 
 from galley.common.redis.connections import Connector
 from galley.common.redis.line import Command, Line
+from galley.common.shared_work import SharedWork
 
 Address = tuple[str, int]
-T = TypeVar("T")
 
 SLOTS = 16384
 
@@ -93,20 +92,6 @@ async def _read_reply(connection: Any) -> object:  # redis-py's connections have
         return error
 
 
-class _Shared(Generic[T]):
-    """Work that is done once for all callers that arrive meanwhile; all get its result or error."""
-
-    def __init__(self, work: Callable[[], Awaitable[T]]) -> None:
-        self._work = work
-        self._under_way: asyncio.Future[T] | None = None
-
-    async def done(self) -> T:
-        """Return the result of the work; cancelling one caller does not affect the others."""
-        if self._under_way is None or self._under_way.done():
-            self._under_way = asyncio.ensure_future(self._work())
-        return await asyncio.shield(self._under_way)
-
-
 class Nodes:
     """The nodes of a URL: here one server. Subclasses find the master, or the node of a key in a cluster.
 
@@ -163,7 +148,7 @@ class SentinelMaster(Nodes):
         super().__init__(connector)
         self._sentinel = connector.sentinel()
         self._master: Node | None = None
-        self._look = _Shared(self._discover)
+        self._look = SharedWork(self._discover)
 
     def known(self, key: str | None) -> Node | None:  # noqa: ARG002  # all are there
         return self._master
@@ -195,7 +180,7 @@ class ClusterNodes(Nodes):
         self._owners: list[Node | None] = [None] * SLOTS
         self._known: list[Address] = list(connector.url.hosts)
         self._stale = True
-        self._look = _Shared(self._refresh)
+        self._look = SharedWork(self._refresh)
 
     def known(self, key: str | None) -> Node | None:
         return None if self._stale else self._owners[_slot(key)]

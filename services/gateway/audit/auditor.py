@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from galley.common.logs import get_logger
+from galley.common.shared_work import SharedWork
 from galley.core.admission.admission import Principal
 from galley.core.audit import AuditCounts, AuditReport, Verdict
 from galley.core.errors import GalleyError, LogLost, TargetUnavailable, UnknownSession
@@ -158,7 +159,7 @@ class Auditor:
         self._working: asyncio.Task[None] | None = None
         self._is_closed = False
         self._counts: tuple[int, AuditCounts] | None = None
-        self._counting = asyncio.Lock()
+        self._counting = SharedWork(self._read_counts)
         self._incidents: deque[str] = deque(maxlen=MAX_WAITING)
         """The sessions of the latest incidents: one that is audited again is no further incident."""
         if tools.metrics is not None:
@@ -192,11 +193,14 @@ class Auditor:
 
     async def counts(self) -> AuditCounts:
         """Return the totals of all gateways, at most a second old. Raise GalleyError without the store."""
-        async with self._counting:
-            now = self._tools.clock.now_ns()
-            if self._counts is None or now - self._counts[0] >= _COUNTS_NS:
-                self._counts = now, await self._tools.records.counts()
-            return self._counts[1]
+        if self._counts is None or self._tools.clock.now_ns() - self._counts[0] >= _COUNTS_NS:
+            return await self._counting.done()
+        return self._counts[1]
+
+    async def _read_counts(self) -> AuditCounts:
+        began_ns, counts = self._tools.clock.now_ns(), await self._tools.records.counts()
+        self._counts = began_ns, counts
+        return counts
 
     # ------------------------------------------------------------------------------- by itself --
 

@@ -10,10 +10,12 @@ import pytest
 
 from galley.client.audit import AuditCounts, Verdict
 from galley.core.content import prefix_hash
+from galley.core.errors import StoreUnavailable
 from services.gateway.audit.records import AuditRecords
 from tests.fakes.changed_logs import change
 from tests.fakes.redis_servers import Server
 from tests.fakes.truth import true_next, true_output
+from tests.fakes.waiting import PATIENCE_S
 from tests.fakes.world import MAX_TOKENS, PROMPT_TOKENS, Gateway, World, any_credit, receive, refused
 from tests.integration.services.gateway.callers import ALICE, BOB, KeyFile, calling
 
@@ -161,3 +163,36 @@ async def test_calls_of_one_moment_read_the_totals_once(
     totals = await asyncio.gather(*(gateway.client.audit_counts() for _ in range(8)))
     assert {total.tokens for total in totals} == {MAX_TOKENS}
     assert reads == 1
+
+
+async def test_calls_that_wait_for_the_totals_share_one_read(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the store is away, the last call waits no longer than the first, and one may end by itself."""
+    gateway = await world.gateway(pool=world.id)
+    reads: list[asyncio.Future[AuditCounts]] = []
+
+    async def never_yet(_: AuditRecords) -> AuditCounts:
+        reads.append(asyncio.get_running_loop().create_future())
+        return await reads[-1]
+
+    async def waiting(calls: int) -> list[asyncio.Task[AuditCounts]]:
+        """Return calls that have begun to wait."""
+        tasks = [asyncio.create_task(gateway.client.audit_counts()) for _ in range(calls)]
+        async with asyncio.timeout(PATIENCE_S):
+            while not reads or reads[-1].done():
+                await gateway.client.model_info()
+        return tasks
+
+    monkeypatch.setattr(AuditRecords, "counts", never_yet)
+    first, *others = await waiting(4)
+    first.cancel()
+    await asyncio.wait([first])
+    await gateway.client.model_info()
+    reads[0].set_exception(StoreUnavailable("away"))
+    codes = [(await refused(other)).code for other in others]
+    assert codes == [grpc.StatusCode.UNAVAILABLE] * 3
+    assert len(reads) == 1
+    (after,) = await waiting(1)
+    reads[1].set_result(AuditCounts(tokens=5))
+    assert (await after).tokens == 5
