@@ -182,13 +182,24 @@ def _is_default(context: typer.Context, name: str) -> bool:
 async def _run(learning: Learning, options: FollowOptions, url: str, pool: str) -> Replayed | None:
     async with contextlib.AsyncExitStack() as held:
         follower = await _follower(learning, options, url, pool, held)
-        if learning.replay:
-            return await follower.replay(learning.replay)
+        # Without them, a Ctrl-C would wait for the end of the training, which has a thread of its own.
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        if learning.replay:
+            return await _replay(follower, learning.replay, stop)
         await follower.run(stop, learning.cycles)
         return None
+
+
+async def _replay(follower: Follower, cycle: int, stop: asyncio.Event) -> Replayed:
+    """Return the replay of a cycle. Raise typer.Exit if a signal ends it."""
+    from galley.distill.follow.run import Stopped  # noqa: PLC0415  # imports torch
+
+    try:
+        return await follower.replay(cycle, stop)
+    except Stopped:
+        raise typer.Exit(INTERRUPTED) from None
 
 
 async def _follower(

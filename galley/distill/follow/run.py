@@ -89,10 +89,10 @@ class Follower:
                 async with asyncio.timeout(self._options.every_s):
                     await stop.wait()
 
-    async def replay(self, number: int) -> Replayed:
+    async def replay(self, number: int, stop: asyncio.Event) -> Replayed:
         """Repeat the training of a cycle from the sessions that it read, and offer nothing.
 
-        Raise InvalidField if its sessions or the draft that it began with are gone.
+        Raise InvalidField if its sessions or its first draft are gone, and Stopped once `stop` is set.
         """
         cycle = self._journal.cycle(number)
         self._refuse_other_options(cycle)
@@ -100,7 +100,7 @@ class Follower:
         if folder is None:
             raise InvalidField("replay", f"the draft {cycle['present']} is not kept any more")
         inputs = await self._inputs_of(cycle)
-        trained = await self._train(asyncio.Event(), folder, inputs, cycle["seed"])
+        trained = await self._train(stop, folder, inputs, cycle["seed"])
         with TemporaryDirectory() as scratch:
             await asyncio.to_thread(self._learner.write, trained.draft, Path(scratch))
             return Replayed(number, cycle["version"], draft_version(Path(scratch)))

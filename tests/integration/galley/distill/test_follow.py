@@ -27,6 +27,7 @@ from galley.core.errors import InvalidField, StoreUnavailable
 from galley.distill.data.corpus import Conversation, corpus_of, write_corpus
 from galley.distill.export import read_draft, write_draft
 from galley.distill.follow.options import FollowOptions
+from galley.distill.follow.run import Stopped
 from galley.distill.training.evaluation import agreement
 from galley.distill.training.models import read_target
 from tests.fakes.redis_servers import VALKEY, Server, running
@@ -275,18 +276,26 @@ async def test_a_cycle_is_replayed_from_its_record_while_its_sessions_are_there(
     await deployed.add(ALICE, sessions)
     await deployed.cycle()
     await deployed.add(ALICE, workload("b", 30, step=11))
-    replayed = await deployed.follower().replay(1)
+    replayed = await deployed.follower().replay(1, deployed.stop)
     assert replayed.version == replayed.recorded == last(deployed)["version"]
     assert len([draft for draft in deployed.drafts if draft.loads]) == 1, "a replay offers nothing"
     deployed.options = replace(options, rate=0.03)
     with pytest.raises(InvalidField, match=r"rate = 0\.02"):
-        await deployed.follower().replay(1)
+        await deployed.follower().replay(1, deployed.stop)
     deployed.options = options
     await deployed.spool.remove(ALICE, sessions[0].session_id, is_recent=False)
     with pytest.raises(InvalidField, match="1 of 250 sessions are gone"):
-        await deployed.follower().replay(1)
+        await deployed.follower().replay(1, deployed.stop)
     with pytest.raises(InvalidField, match="must be a cycle"):
-        await deployed.follower().replay(7)
+        await deployed.follower().replay(7, deployed.stop)
+
+
+async def test_a_replay_is_stopped_within_a_step(deployed: Deployment) -> None:
+    await deployed.add(ALICE, workload("a", 250))
+    await deployed.cycle()
+    deployed.stop.set()
+    with pytest.raises(Stopped):
+        await deployed.follower().replay(1, deployed.stop)
 
 
 async def test_learning_is_stopped_within_a_step_and_leaves_nothing(
@@ -355,7 +364,7 @@ async def test_no_token_id_is_found_outside_of_the_spool_and_forgetting_removes_
     for one in sessions[ALICE]:
         assert not any(array("I", one.tokens).tobytes() in entry for entry in values)
     with pytest.raises(InvalidField, match="sessions are gone"):
-        await deployed.follower().replay(1)
+        await deployed.follower().replay(1, deployed.stop)
 
 
 def _command(deployed: Deployment, *more: str) -> list[str]:
@@ -378,8 +387,7 @@ def _command(deployed: Deployment, *more: str) -> list[str]:
 async def test_the_command_learns_until_it_is_told_to_stop_and_replays(deployed: Deployment) -> None:
     await deployed.add(ALICE, workload("a", 250))
     await deployed.register()
-    command = [sys.executable, "-m", "galley.cli", "distill", *_command(deployed, "--follow")]
-    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    process = await _started(_command(deployed, "--follow"))
     assert process.stderr is not None
     async with asyncio.timeout(120):
         while line := await process.stderr.readline():
@@ -388,13 +396,17 @@ async def test_the_command_learns_until_it_is_told_to_stop_and_replays(deployed:
         process.send_signal(signal.SIGTERM)
         assert await process.wait() == 0
         await process.stderr.read()
-    assert last(deployed)["decision"] == "offered"
-    app = typer.Typer()
-    app.command()(distill)
-    replay = _command(deployed, "--replay", "1")
-    replayed = await asyncio.to_thread(CliRunner().invoke, app, replay)
-    assert replayed.exit_code == 0, replayed.output
-    assert f"the same draft, {last(deployed)['version']}" in replayed.output
+        assert last(deployed)["decision"] == "offered"
+        replayed = await _started(_command(deployed, "--replay", "1"))
+        output, problems = await replayed.communicate()
+    assert replayed.returncode == 0, problems.decode()
+    assert f"the same draft, {last(deployed)['version']}" in output.decode()
+
+
+async def _started(arguments: list[str]) -> asyncio.subprocess.Process:
+    command = [sys.executable, "-m", "galley.cli", "distill", *arguments]
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
 
 
 @pytest.mark.parametrize(
