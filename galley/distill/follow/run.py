@@ -120,8 +120,15 @@ class Follower:
             self._wait(problem)
             return
         inputs = await self._inputs()
-        if len(inputs.held_out) < FEWEST_SESSIONS or self._new_tokens(inputs) < self._options.new_tokens:
-            self._wait("there is too little that no cycle has read")
+        new, held_out = self._new_tokens(inputs), len(inputs.held_out)
+        if held_out < FEWEST_SESSIONS or new < self._options.new_tokens:
+            self._wait(
+                "there is too little that no cycle has read",
+                new_tokens=new,
+                fewest_new_tokens=self._options.new_tokens,
+                held_out_sessions=held_out,
+                fewest_held_out_sessions=FEWEST_SESSIONS,
+            )
             return
         self._waits_for = ""
         number = self._journal.next_cycle
@@ -152,9 +159,9 @@ class Follower:
         self._journal.prune({present, version})
         _log.info("cycle ended", cycle=number, version=version, decision=decision, reason=reason)
 
-    def _wait(self, reason: str) -> None:
+    def _wait(self, reason: str, **facts: int) -> None:
         if reason != self._waits_for:
-            _log.info("cycle waits", reason=reason)
+            _log.info("cycle waits", reason=reason, **facts)
         self._waits_for = reason
 
     async def _offer(self, trained: Trained, version: str) -> str:

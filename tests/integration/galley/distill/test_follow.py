@@ -269,6 +269,15 @@ async def test_a_version_that_was_not_trained_here_is_not_replaced(deployed: Dep
     assert any("another was not trained here" in line.get("reason", "") for line in logs)
 
 
+async def test_what_a_cycle_waits_for_is_logged_with_its_bound(deployed: Deployment) -> None:
+    await deployed.add(ALICE, workload("a", 20))
+    with capture_logs() as logs:
+        await deployed.cycle()
+    [line] = [line for line in logs if line["event"] == "cycle waits"]
+    assert 0 < line["new_tokens"] < line["fewest_new_tokens"] == deployed.options.new_tokens
+    assert line["held_out_sessions"] < line["fewest_held_out_sessions"] == 8
+
+
 async def test_a_cycle_is_replayed_from_its_record_while_its_sessions_are_there(
     deployed: Deployment, options: FollowOptions
 ) -> None:
