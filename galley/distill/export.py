@@ -128,8 +128,18 @@ def read_draft(folder: Path, target: Target, option: str) -> tuple[Llama, NDArra
         )
         draft.load_state_dict({name: _widened(name, stored) for name in draft.state_dict()})
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise InvalidField(option, f"{folder}: must be a draft of this target: {error!r}") from error
+        problem = f"{folder}: must be a draft of this target, as galley distill writes it: {_reason(error)}"
+        raise InvalidField(option, problem) from error
     return draft, heads.numpy()
+
+
+def _reason(error: Exception) -> str:
+    """Return why a draft cannot be read, in one line."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{Path(error.filename).name}: {error.strerror}"
+    if isinstance(error, KeyError):
+        return f"{error.args[0]} is missing"
+    return str(error).partition("\n")[0]
 
 
 def _widened(name: str, stored: dict[str, Tensor]) -> Tensor:

@@ -278,6 +278,28 @@ async def test_what_a_cycle_waits_for_is_logged_with_its_bound(deployed: Deploym
     assert line["held_out_sessions"] < line["fewest_held_out_sessions"] == 8
 
 
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        ({}, "config.json: No such file or directory"),
+        ({"config.json": b"{}"}, "galley_draft is missing"),
+        ({"config.json": b"{"}, "Expecting property name"),
+        ({"config.json": b'{"galley_draft": {}}', "model.safetensors": b"\x80\x04K\x01."}, "header"),
+    ],
+)
+def test_why_a_draft_cannot_be_read_is_said_in_a_line(
+    tmp_path: Path, target_dir: Path, files: dict[str, bytes], problem: str
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(InvalidField) as refused:
+        read_draft(tmp_path, read_target(target_dir), "start")
+    assert refused.value.problem.startswith(f"{tmp_path}: must be a draft of this target, as galley distill")
+    assert problem in refused.value.problem
+    assert "\n" not in refused.value.problem
+    assert "Error(" not in refused.value.problem
+
+
 async def test_a_cycle_is_replayed_from_its_record_while_its_sessions_are_there(
     deployed: Deployment, options: FollowOptions
 ) -> None:
