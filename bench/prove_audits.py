@@ -24,8 +24,10 @@ from typing import Any
 import structlog
 
 from bench.harness import result_path, write_record
-from galley import Speculation
+from galley import AsyncClient, Speculation
 from galley.client.audit import AuditReport, Verdict
+from galley.client.errors import ResourceExhaustedError, UnavailableError
+from galley.client.options import Retries
 from galley.engine.model import CausalModel
 from tests.fakes.redis_servers import VALKEY, Server, running
 from tests.fakes.tiny_model import save_tiny_model
@@ -38,6 +40,7 @@ LENGTH = 60
 STREAMS = 12
 ROUNDS = 30
 """Answers of each stream before the services start anew: they keep their traces and steps in memory."""
+TRIES = 10
 KINDS: tuple[Mapping[str, Any], ...] = (
     {},
     {"top_p": 0.9, "top_k": 20},
@@ -140,9 +143,12 @@ async def audit_many(directory: Path, tiny: Path, store: Server, tokens: int) ->
     found, number = Found(), 0
     given: dict[str, Any] = {"drafts": True, "max_sessions": 16 * STREAMS}
     while found.compared < tokens:
-        async with Real(directory, tiny, store.url, engines=[paged, paged], **given) as real:
+        async with (
+            Real(directory, tiny, store.url, engines=[paged, paged], **given) as real,
+            AsyncClient(real.gateway.address, retries=Retries(start_patience_s=60)) as client,
+        ):
             for _ in range(ROUNDS):
-                sessions = (served_and_audited(real, each) for each in range(number, number + STREAMS))
+                sessions = (served_and_audited(client, each) for each in range(number, number + STREAMS))
                 for report in await asyncio.gather(*sessions):
                     found.add(report)
                 number += STREAMS
@@ -153,12 +159,19 @@ async def audit_many(directory: Path, tiny: Path, store: Server, tokens: int) ->
     return found
 
 
-async def served_and_audited(real: Real, number: int) -> AuditReport:
-    sampling = {"temperature": 0.3 * (number % 4), "seed": number, "max_tokens": 150}
-    prompt = [*PROMPT[: 1 + number % 3], number % 101]
-    stream = real.generate(prompt, **sampling, **KINDS[number % len(KINDS)])
+async def served_and_audited(client: AsyncClient, number: int) -> AuditReport:
+    prompt, kind = [*PROMPT[: 1 + number % 3], number % 101], KINDS[number % len(KINDS)]
+    stream = client.stream(
+        prompt, temperature=0.3 * (number % 4), seed=number, max_tokens=150, ignore_eos=True, **kind
+    )
     await receive(stream)
-    return await real.gateway.client.audit(stream.session_id)
+    for _ in range(TRIES):
+        try:
+            return await client.audit(stream.session_id)
+        except (ResourceExhaustedError, UnavailableError) as error:
+            # All services share this process, and a busy machine makes them saturated.
+            await asyncio.sleep(error.retry_after_s or 1.0)
+    return await client.audit(stream.session_id)
 
 
 if __name__ == "__main__":
