@@ -69,17 +69,29 @@ class Goal:
 
 
 def at_least(
-    name: str, what: str, measured: Interval, bound: float, unit: str = "", *, slack: float = SLACK
+    name: str,
+    what: str,
+    measured: Interval,
+    bound: float,
+    unit: str = "",
+    *,
+    slack: float = SLACK,
+    digits: int = 2,
 ) -> Goal:
-    """Return a goal, met if the median reaches `bound` with the interval's lower end within `slack` of it."""
+    """Return a goal, met if the median reaches `bound` with the interval's lower end within `slack` of it.
+
+    Bounds of a few per cent need more `digits`.
+    """
     met = measured.median >= bound and measured.low >= bound * (1 - slack)
-    return Goal(name, what, f"{measured}{unit}", f">= {bound:g}{unit}", met)
+    return Goal(name, what, f"{measured.text(digits)}{unit}", f">= {bound:g}{unit}", met)
 
 
-def at_most(name: str, what: str, measured: Interval, bound: float, unit: str = "") -> Goal:
+def at_most(
+    name: str, what: str, measured: Interval, bound: float, unit: str = "", *, digits: int = 2
+) -> Goal:
     """Return a goal, met if the median is within `bound` and the interval's upper end within SLACK of it."""
     met = measured.median <= bound and measured.high <= bound * (1 + SLACK)
-    return Goal(name, what, f"{measured}{unit}", f"<= {bound:g}{unit}", met)
+    return Goal(name, what, f"{measured.text(digits)}{unit}", f"<= {bound:g}{unit}", met)
 
 
 def goal_lines(goals: Sequence[Goal]) -> list[str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,6 +52,17 @@ def stack_pids(stack: Stack) -> dict[str, int]:
 def stack_loop(stack: Stack, client: AsyncClient) -> GatewayLoop:
     """Return a side that asks the stack's gateway; CPU seconds are those of all its servers."""
     return GatewayLoop(client, Cpu(list(stack_pids(stack).values())).seconds)
+
+
+def write_keys(path: Path, arms: Iterable[str]) -> dict[str, str]:
+    """Write an API key for each arm, which is then a caller of its own; return the keys by arm."""
+    keys = {arm: secrets.token_hex(32) for arm in arms}
+    entries = (
+        f'[[keys]]\nprincipal = "{arm}"\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\n'
+        for arm, key in keys.items()
+    )
+    path.write_text("\n".join(entries), encoding="utf-8")
+    return keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -30,11 +29,11 @@ from typing import Any
 import grpc.aio
 from opentelemetry import trace
 
-from bench.harness import SLACK, Goal
+from bench.harness import Goal, at_least, at_most
 from bench.loops.options import Options
 from bench.loops.otlp_sink import COUNTS
 from bench.loops.run import Run, Scenario, of_arm
-from bench.loops.sides import CountedLoop, Spent, stack_pids
+from bench.loops.sides import CountedLoop, Spent, stack_pids, write_keys
 from galley.bench.closed_loop import AUTO, WARM_UP, GatewayLoop, Load, LoopBlock, LoopSide
 from galley.bench.summary import Interval, median_interval
 from galley.client.client import AsyncClient
@@ -82,17 +81,6 @@ def environment_of(stack: str, sink: str) -> dict[str, str]:
     return env
 
 
-def write_keys(path: Path) -> dict[str, str]:
-    """Write an API key for each arm; return the keys by arm."""
-    keys = {arm: secrets.token_hex(32) for arm in ARMS}
-    entries = (
-        f'[[keys]]\nprincipal = "{arm}"\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\n'
-        for arm, key in keys.items()
-    )
-    path.write_text("\n".join(entries), encoding="utf-8")
-    return keys
-
-
 class TelemetryLoop:
     """The side of one arm, whose caller samples or not, and whose metrics are fetched or not."""
 
@@ -138,7 +126,7 @@ async def _scraped(addresses: Sequence[str]) -> AsyncIterator[None]:
 async def start(run: Run) -> AsyncIterator[Mapping[str, LoopSide]]:
     """Start the collector and the stacks, one after another: a target measures its steps as it starts."""
     key_file = run.folder / f"keys-{run.life}.toml"
-    keys = write_keys(key_file)
+    keys = write_keys(key_file, ARMS)
     spec = PartSpec(_SINK, lambda _: python_module("bench.loops.otlp_sink"))
     async with AsyncExitStack() as held:
         sink = await held.enter_async_context(
@@ -236,19 +224,10 @@ def goals(run: Run) -> list[Goal]:
         (MEASURED, "all sampled, metrics fetched each second", MOST_ADDED_ALL),
         (FEW, "one request in 100 sampled", MOST_ADDED_FEW),
     ):
-        found.append(_goal("cpu", f"CPU a token, {how}", against_off(arm, cpu), 1 + most, at_least=False))
-        found.append(_goal("speed", f"tokens/s, {how}", against_off(arm, speed), 1 - most, at_least=True))
+        took, given = against_off(arm, cpu), against_off(arm, speed)
+        found.append(at_most("cpu", f"CPU a token, {how}", took, 1 + most, "x", digits=4))
+        found.append(at_least("speed", f"tokens/s, {how}", given, 1 - most, "x", digits=4))
     return found
-
-
-def _goal(name: str, what: str, ratio: Interval, bound: float, *, at_least: bool) -> Goal:
-    """Return a goal in four digits, which bounds of a few per cent need."""
-    if at_least:
-        met = ratio.median >= bound and ratio.low >= bound * (1 - SLACK)
-    else:
-        met = ratio.median <= bound and ratio.high <= bound * (1 + SLACK)
-    measured = f"{ratio.median:.4f} [{ratio.low:.4f}, {ratio.high:.4f}]x"
-    return Goal(name, what, measured, f"{'>=' if at_least else '<='} {bound:g}x", met)
 
 
 TELEMETRY = Scenario(

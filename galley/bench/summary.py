@@ -33,7 +33,11 @@ class Interval:
     count: int
 
     def __str__(self) -> str:
-        return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        return self.text()
+
+    def text(self, digits: int = 2) -> str:
+        """Return median and interval, with so many digits after the point."""
+        return f"{self.median:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
 
 def median_interval(values: Sequence[float], seed: int = 0) -> Interval:
