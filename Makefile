@@ -60,7 +60,7 @@ PROMPT_FLAGS = $(if $(PROMPTS),--prompts "$(PROMPTS)")
 
 .PHONY: bench-engine bench-loops bench-throughput bench-speculation bench-structured bench-slow-links
 .PHONY: bench-sessions bench-gateway bench-telemetry bench-http bench-latency bench-peers bench-engines bench-same-tokens bench-acceptance
-.PHONY: bench-quantization bench-gpu
+.PHONY: bench-quantization bench-living bench-gpu
 bench-engine: setup ## measure a step of the target engine beside transformers and the roofline
 	@$(BIN)/python -m bench.engine
 
@@ -108,6 +108,9 @@ bench-acceptance: setup ## measure acceptance of chains, lists and trees beside 
 
 bench-quantization: setup ## measure what int8 weights cost in perplexity and greedy tokens, and gain in time
 	@$(BIN)/python -m bench.quantization
+
+bench-living: setup ## measure what audits, canaries and swaps of draft weights cost running streams
+	@$(BIN)/python -m bench.living.costs
 
 bench-gpu: setup ## measure a step on a CUDA device, and how often a batch changes a token there
 	@$(BIN)/python -m bench.gpu

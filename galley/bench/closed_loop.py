@@ -213,11 +213,17 @@ class GatewayLoop:
     """Closed loops through a gateway, with the speculation of an arm (None: of the load's arm)."""
 
     def __init__(
-        self, client: AsyncClient, cpu_s: Callable[[], float] = no_clock, speculation: str | None = None
+        self,
+        client: AsyncClient,
+        cpu_s: Callable[[], float] = no_clock,
+        speculation: str | None = None,
+        *,
+        no_audit: bool = False,
     ) -> None:
         self._client = client
         self._cpu_s = cpu_s
         self._speculation = speculation
+        self._no_audit = no_audit
 
     async def run(self, load: Load) -> LoopBlock:
         arm = load.arm if self._speculation is None else self._speculation
@@ -250,6 +256,7 @@ class GatewayLoop:
             schema=prompt.schema,
             prediction=prompt.prediction,
             speculation=speculation_of(arm),
+            no_audit=self._no_audit,
         )
         async for event in stream:
             at_s += [time.perf_counter() - began_s] * len(event.chunk.token_ids)
