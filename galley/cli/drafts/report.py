@@ -152,11 +152,11 @@ def event_json(event: VersionEvent) -> dict[str, Any]:
 
 
 def event_line(event: VersionEvent) -> str:
-    what = event.kind.replace("_", " ")
+    what = f"{event.kind.replace('_', ' ')} {one_line(event.version)}".rstrip()
     share = f" on {event.share:.1%} of the sessions" if event.kind == "try" else ""
     author = f", by {one_line(event.author)}" if event.author else ""
     reason = f": {one_line(event.reason, _REASON)}" if event.reason else ""
-    return f"{_iso(event.at_ms)}  {what} {one_line(event.version)}{share}{author}{reason}"
+    return f"{_iso(event.at_ms)}  {what}{share}{author}{reason}"
 
 
 def _replica(lease: DraftLease) -> dict[str, Any]:

@@ -19,7 +19,7 @@ NOT_TRIED = "loaded, not tried"
 MAX_DECIDED = 64
 """Versions whose decisions are kept, the latest ones. Older ones are forgotten, also if they are drained."""
 
-EventKind: TypeAlias = Literal["try", "promote", "roll_back", "drain"]
+EventKind: TypeAlias = Literal["try", "promote", "roll_back", "drain", "restore"]
 
 _VERSION = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -43,7 +43,7 @@ class VersionState:
 
 @dataclass(frozen=True, slots=True)
 class VersionEvent:
-    """A change of the state; `author` is a person's name, "rule" or the like."""
+    """A change of the state; `author` is a person's name, "rule" or the like. `restore` names no version."""
 
     kind: EventKind
     version: str
@@ -118,6 +118,11 @@ def roll_back(state: VersionState, *, author: str = "", reason: str = "") -> Cha
     if not state.split.canary:
         raise ValueError("no version is on trial")
     return _end(state, VersionEvent("roll_back", state.split.canary, author, reason))
+
+
+def restore(state: VersionState, *, author: str) -> Change:
+    """Give this state to a store that has none."""
+    return state, VersionEvent("restore", "", author, "the store had lost the state")
 
 
 def _end(state: VersionState, event: VersionEvent) -> Change:

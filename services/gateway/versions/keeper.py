@@ -3,6 +3,7 @@
 All gateways read the state of their deployment in Redis, about once a second. While a version is on trial,
 each adds the counts of the sessions that ended there, and applies the rule to the sums of all. The state
 changes by compare-and-set, so one of them decides. While Redis is away, the split stays, and counts wait.
+If Redis has lost the state, a gateway that knows it gives it back.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from galley.core.versions.state import (
     VersionEvent,
     VersionState,
     promote,
+    restore,
     roll_back,
     try_version,
 )
@@ -36,7 +38,7 @@ from services.gateway.versions.tally import SessionTally
 
 READ_S = 1.0
 
-_RULE, _SETTING = "rule", "draft_split"
+_RULE, _SETTING, _GATEWAY = "rule", "draft_split", "gateway"
 
 _log = get_logger(__name__)
 
@@ -103,7 +105,7 @@ class VersionKeeper:
     async def turn(self) -> None:
         """Follow the store once: take over its state, give it counts, begin or end a trial if it is due."""
         try:
-            self._use(await self._store.read())
+            await self._read()
             await self._flush()
             if (change := self._due_trial() or await self._due_end()) is not None:
                 await self._change(*change)
@@ -127,6 +129,23 @@ class VersionKeeper:
         while True:
             await asyncio.sleep(READ_S)
             await self.turn()
+
+    async def _read(self) -> None:
+        """Take over the state of the store. If it has none, give it the one that is known here."""
+        state = await self._store.read()
+        if state.epoch < self.state.epoch:
+            if not state.epoch:
+                await self._restore()
+                return
+            # Whoever has changed a store since its loss knows better than this gateway.
+            _log.warning("versions of drafts are older", epoch=state.epoch, known_epoch=self.state.epoch)
+        self._use(state)
+
+    async def _restore(self) -> None:
+        """Give the store this gateway's state, unless another caller is first."""
+        if await self._store.change(0, *restore(self.state, author=_GATEWAY)):
+            facts = {"epoch": self.state.epoch, **_facts(self.state.split)}
+            _log.warning("versions of drafts restored; the store had lost them", **facts)
 
     def _use(self, state: VersionState) -> None:
         before, self.state = self.state, state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -23,8 +23,9 @@ from services.gateway.versions import keeper
 from services.gateway.versions.keeper import VersionKeeper
 from tests.fakes.fleet import DraftFleet
 from tests.fakes.readings import number
+from tests.fakes.redis_servers import Server
 from tests.fakes.spans import KeptSpans, attributes_of
-from tests.fakes.waiting import Watch
+from tests.fakes.waiting import PATIENCE_S, Watch
 from tests.fakes.world import MAX_TOKENS, Gateway, Received, World, must_be_true, receive
 
 FIXED = Speculation(k=4)
@@ -227,3 +228,20 @@ async def test_a_setting_begins_a_trial_once(versions: Versions) -> None:
     await versions.used(Split(drained=frozenset({"new"})))
 
     assert [event.kind for event in await versions.store.history()] == ["drain", "try"]
+
+
+async def test_a_redis_that_loses_its_data_gets_the_versions_back(
+    versions: Versions, shared_store: Server
+) -> None:
+    await versions.gateway()
+    await versions.store.drain("new")
+    await versions.used(Split(drained=frozenset({"new"})))
+    before = await versions.store.read()
+    key = f"galley:drafts:{{{versions.pool}}}"
+    await shared_store.command("DEL", key, f"{key}:history")
+    async with asyncio.timeout(PATIENCE_S):
+        while (after := await versions.store.read()).epoch != before.epoch:
+            pass
+
+    assert replace(after, since_ms=before.since_ms) == before
+    assert [event.kind for event in await versions.store.history()] == ["restore"]

@@ -18,6 +18,7 @@ from galley.core.session.round import SpeculationStats
 from galley.core.versions import state as versions
 from galley.core.versions.counts import VersionCounts, session_counts
 from galley.core.versions.split import Split
+from galley.core.versions.state import VersionState
 from services.gateway.clock import MonotonicClock
 from services.gateway.replicas.draft_session import DraftSession
 from services.gateway.replicas.drafts import DraftPool
@@ -192,6 +193,41 @@ async def test_counts_wait_for_a_store_that_is_away(
     store.away = ()
     await keeper.turn()
     assert sum(counts.sessions for counts in store.sums.values()) == 30
+
+
+async def test_a_state_that_the_store_has_lost_is_given_back(store: MemoryVersions) -> None:
+    """Otherwise versions that were rolled back would get sessions again."""
+    keepers = [VersionKeeper(store, ServedDrafts()) for _ in range(3)]
+    await store.change(0, *versions.drain(store.state, "bad", reason="worse"))
+    await _begin(store, *keepers)
+    before = store.state
+    store.state, store.events = VersionState(), []
+    with capture_logs() as logs:
+        await asyncio.gather(*(keeper.turn() for keeper in keepers))
+        for keeper in keepers:
+            await keeper.turn()
+
+    assert store.state == before
+    assert [(event.kind, event.author) for event in store.events] == [("restore", "gateway")]
+    assert [line["event"] for line in logs] == ["versions of drafts restored; the store had lost them"]
+    assert all(keeper.state == before for keeper in keepers)
+
+
+async def test_a_state_that_is_older_is_taken_over(keeper: VersionKeeper, store: MemoryVersions) -> None:
+    """Somebody may have begun anew in a store that had lost all."""
+    await store.change(0, *versions.drain(store.state, "bad"))
+    await _begin(store, keeper)
+    store.state = VersionState()
+    await store.change(0, *versions.promote(store.state, "other", author="ann"))
+    with capture_logs() as logs:
+        await keeper.turn()
+        await keeper.turn()
+
+    assert keeper.state == store.state
+    assert [(event.kind, event.version) for event in store.events[2:]] == [("promote", "other")]
+    assert [line for line in logs if line["log_level"] == "warning"] == [
+        {"event": "versions of drafts are older", "log_level": "warning", "epoch": 1, "known_epoch": 2}
+    ]
 
 
 async def test_counts_that_wait_for_an_earlier_trial_are_dropped(
