@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import grpc
@@ -13,6 +13,7 @@ from galley.common.logs import get_logger
 from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry
 from galley.common.registry.trials import DraftVersions
 from galley.core.errors import UnsupportedModel
+from galley.core.routing.choice import DraftLease
 from galley.core.routing.loading import replicas_for_load
 from galley.core.versions.state import NOT_TRIED, VersionState
 
@@ -43,25 +44,26 @@ class Canaries:
     async def state(self) -> VersionState:
         return await self._versions.read()
 
-    async def problem(self) -> str:
+    async def problem(self, is_ours: Callable[[str], bool]) -> str:
         """Return why no draft can be offered now, or nothing."""
         state, leases = await self._versions.read(), await self._registry.read(DRAFT_POOL)
         if state.split.canary:
             return f"{state.split.canary} is on trial"
-        return "" if replicas_for_load(leases, state.split, "") else _NO_REPLICA
+        return _replicas(state, leases, "", is_ours)[1]
 
-    async def offer(self, folder: Path, version: str, reason: str) -> str:
+    async def offer(self, folder: Path, version: str, reason: str, is_ours: Callable[[str], bool]) -> str:
         """Load a draft into a replica and begin its trial; return why that cannot be, or nothing.
 
         The version is drained before: without a stable version, all that are not drained get sessions.
+        A replica into which people loaded a version that they have not tried yet is left to them.
         """
         state, leases = await self._versions.read(), await self._registry.read(DRAFT_POOL)
         if state.split.canary:
             return f"{state.split.canary} is on trial"
         if all(lease.version != version for lease in leases):
-            replicas = replicas_for_load(leases, state.split, version)
-            if not replicas:
-                return _NO_REPLICA
+            replicas, problem = _replicas(state, leases, version, is_ours)
+            if problem:
+                return problem
             await self._versions.drain(version, author=AUTHOR, reason=NOT_TRIED)
             if problem := await self._send(replicas[0].address, folder, version):
                 return problem
@@ -102,3 +104,21 @@ class Canaries:
                 return f"{address}: {error.details()}"
         _log.info("draft loaded", replica=address, version=version)
         return ""
+
+
+def _replicas(
+    state: VersionState, leases: Iterable[DraftLease], version: str, is_ours: Callable[[str], bool]
+) -> tuple[Sequence[DraftLease], str]:
+    """Return the replicas that may take `version`, or why there is none."""
+    leases = list(leases)
+    untried = {
+        lease.version
+        for lease in leases
+        if state.decided.get(lease.version) == NOT_TRIED and not is_ours(lease.version)
+    }
+    replicas = replicas_for_load(
+        [lease for lease in leases if lease.version not in untried], state.split, version
+    )
+    if replicas:
+        return replicas, ""
+    return [], f"{min(untried)} was loaded by hand: try it, or drain it" if untried else _NO_REPLICA

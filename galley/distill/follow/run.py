@@ -115,8 +115,8 @@ class Follower:
         if folder is None:
             self._wait(f"the stable version {present} was not trained here")
             return
-        await self._canaries.restore(folder, present, lambda name: self._folder_of(name) is not None)
-        if problem := await self._canaries.problem():
+        await self._canaries.restore(folder, present, self._is_ours)
+        if problem := await self._canaries.problem(self._is_ours):
             self._wait(problem)
             return
         inputs = await self._inputs()
@@ -168,7 +168,7 @@ class Follower:
         folder = self._journal.folder_of(version)
         if folder is None:
             return f"the draft {version} is gone"
-        return await self._canaries.offer(folder, version, str(trained.comparison.all))
+        return await self._canaries.offer(folder, version, str(trained.comparison.all), self._is_ours)
 
     async def _train(self, stop: asyncio.Event, folder: Path, inputs: Inputs, seed: int) -> Trained:
         def report(now: Progress) -> None:
@@ -189,6 +189,9 @@ class Follower:
         version = draft_version(unfinished)
         self._journal.keep(unfinished, version)
         return version
+
+    def _is_ours(self, version: str) -> bool:
+        return self._folder_of(version) is not None
 
     def _folder_of(self, version: str) -> Path | None:
         return self._options.start if version == self._start_version else self._journal.folder_of(version)

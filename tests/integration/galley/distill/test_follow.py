@@ -24,6 +24,7 @@ from galley.cli.distill import distill
 from galley.common.draft_loading import draft_version
 from galley.common.models.files import DEFAULT_MODEL
 from galley.core.errors import InvalidField, StoreUnavailable
+from galley.core.versions.state import NOT_TRIED
 from galley.distill.data.corpus import Conversation, corpus_of, write_corpus
 from galley.distill.export import read_draft, write_draft
 from galley.distill.follow.options import FollowOptions
@@ -244,6 +245,20 @@ async def test_replicas_that_began_with_a_name_get_the_promoted_draft_too(
         deployed.drafts[2].is_loadable = True
         await deployed.cycle()
         assert [draft.version for draft in deployed.drafts] == [promoted, promoted, "a-persons"]
+
+
+async def test_a_version_that_people_loaded_is_left_to_them_until_it_is_tried(deployed: Deployment) -> None:
+    await deployed.add(ALICE, workload("a", 250))
+    deployed.drafts[1].version = "a-persons"
+    await deployed.versions.drain("a-persons", author="a person", reason=NOT_TRIED)
+    with capture_logs() as logs:
+        await deployed.cycle()
+    assert any("a-persons was loaded by hand" in line.get("reason", "") for line in logs)
+    assert not any(draft.loads for draft in deployed.drafts)
+    await deployed.versions.try_version("a-persons", 0.2)
+    await deployed.versions.roll_back(author="rule", reason="worse")
+    await deployed.cycle()
+    assert deployed.drafts[1].loads == [last(deployed)["version"]]
 
 
 async def test_without_a_second_replica_nothing_is_offered(
