@@ -128,7 +128,7 @@ MUTANTS ?= 300
 ONLY ?=
 
 .PHONY: prove-noise prove-drafting prove-tokens prove-structured prove-engine prove-vllm prove-ray prove-ownership prove-audits prove-attacks prove-http
-.PHONY: prove-shared-answers prove-load-tools prove-boot prove-cluster prove-images prove-scale simulate chaos soak mutate mutate-known
+.PHONY: prove-living prove-shared-answers prove-load-tools prove-boot prove-cluster prove-images prove-scale simulate chaos soak mutate mutate-known
 prove-noise: setup ## prove that no noise value is infinite or NaN over 10^8 words
 	@$(BIN)/python -m bench.prove_noise
 
@@ -159,6 +159,9 @@ prove-ownership: setup ## let two gateways claim one session at once, 1,000 time
 
 prove-audits: setup ## plant 20 faults, then audit a million tokens; prove that audits find each, and nothing else
 	@$(BIN)/python -m bench.prove_audits
+
+prove-living: setup ## 10,000 sessions whose workloads drift, drafts that learn, three bad ones; prove that no token differs and bad drafts go back
+	@$(BIN)/python -m bench.living.prove
 
 prove-attacks: setup ## send 200,000 fuzzed messages, floods, storms and idle streams; prove that nothing crashes, leaks or delays others
 	@$(BIN)/python -m bench.prove_attacks

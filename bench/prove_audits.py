@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import signal
 import sys
 import time
 from collections import Counter
@@ -57,11 +58,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=5, help="faults of each kind (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens audited (default: %(default)s)")
+    parser.add_argument(
+        "--record", type=Path, default=result_path("audits"), help="file to write (default: %(default)s)"
+    )
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a kill ends the store, too
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     with TemporaryDirectory() as directory, running(VALKEY) as store:
         report = asyncio.run(prove(Path(directory), store, given.faults, given.tokens))
-    write_record(result_path("audits"), report)
+    write_record(given.record, report)
     print(report)
     return 0 if report["met"] else 1
 

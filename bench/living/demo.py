@@ -19,24 +19,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.harness import Goal, at_least, goal_lines, result_path, write_record
 from bench.living import plot
-from bench.living.comparison import Comparison, compare
+from bench.living.comparison import NEW_PROMPTS, Comparison, compare
+from bench.living.learner import LearnerEnded, add_options, following, shipped
 from bench.living.traffic import Traffic
-from bench.living.workloads import WORKLOADS
+from bench.living.watch import WINDOW_S, Watch, recorded_cycle
+from bench.living.workloads import WORKLOADS, prompts
 from galley import AsyncClient
 from galley.bench.closed_loop import GatewayLoop, fixed_arm
-from galley.common.models.files import shipped_draft
 from galley.common.registry.spool import LearningSpool
 from galley.common.registry.trials import DraftVersions
 from galley.core.admission.admission import ANONYMOUS_NAME
@@ -48,8 +48,6 @@ from galley.distill.work import kept_lines
 from galley.stack.options import StackOptions
 from galley.stack.stack import Stack
 
-_LINE_EVERY_S = 15.0
-_WINDOW_S = 60.0
 _BASELINE_S = 60.0
 """Traffic before the training begins."""
 _AUDITED = 100
@@ -77,33 +75,28 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30, help="length of the traffic (default: 30)")
     parser.add_argument("--promotions", type=int, default=0, help="stop after so many (default: do not)")
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens an answer (default: 96)")
-    parser.add_argument("--cycle-tokens", type=int, default=60_000, help="answer tokens a cycle trains on")
-    parser.add_argument("--new-tokens", type=int, default=8_000, help="new tokens that a cycle waits for")
-    parser.add_argument("--trial-tokens", type=int, default=2_000, help="tokens of a canary's trial")
+    add_options(parser, cycle_tokens=60_000, new_tokens=8_000, trial_tokens=2_000)
     parser.add_argument("--arm", default=_ARM, help="how requests speculate: auto, or (default) model-4")
     parser.add_argument("--pairs", type=int, default=7, help="pairs of the comparison (default: 7)")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a kill ends the training, too
     with TemporaryDirectory() as scratch:
         work = Path(scratch) / "learning"
-        outcome = asyncio.run(show(given, work))
+        try:
+            outcome = asyncio.run(show(given, work))
+        except LearnerEnded as ended:
+            raise SystemExit(f"the training has ended:\n{ended}") from None
         draft = work / "drafts" / outcome.stable
         compared = None
         if outcome.stable and draft.is_dir():
-            compared = asyncio.run(compare(shipped(), draft, given.pairs, given.max_tokens))
+            sources = {name: prompts(name, NEW_PROMPTS) for name in WORKLOADS}
+            compared = asyncio.run(compare(shipped(), draft, sources, given.pairs, given.max_tokens))
     goals = goals_of(outcome, compared)
     record(given, outcome, compared, goals)
     audit = outcome.audit
     print(f"audit: {audit['differing']} of {audit['tokens']:,} tokens of {audit['sessions']} sessions differ")
     print(*goal_lines(goals), sep="\n")
     return 0 if compared is not None and not audit["differing"] and not audit["damaged"] else 1
-
-
-def shipped() -> Path:
-    draft = shipped_draft("")
-    if draft is None:
-        raise SystemExit("the default model's draft is not installed")
-    return Path(draft)
 
 
 async def show(given: argparse.Namespace, work: Path) -> Outcome:
@@ -120,7 +113,7 @@ async def show(given: argparse.Namespace, work: Path) -> Outcome:
         sending = asyncio.create_task(traffic.run())
         try:
             await watch.follow(sending, _BASELINE_S, 0)
-            async with _following(stack.store_url, work, given):
+            async with following(stack.store_url, work, given):
                 await watch.follow(sending, given.minutes * 60 - _BASELINE_S, given.promotions)
         finally:
             sending.cancel()
@@ -131,86 +124,6 @@ async def show(given: argparse.Namespace, work: Path) -> Outcome:
         await versions.close()
         audit = await _audited(client, stack.store_url)
     return Outcome(traffic, changes, kept_lines(work / RECORD), audit, stable)
-
-
-class Watch:
-    """The lines that the demonstration prints while it runs."""
-
-    def __init__(self, traffic: Traffic, versions: DraftVersions, work: Path) -> None:
-        self._traffic = traffic
-        self._versions = versions
-        self._work = work
-        self._cycles = 0
-        self._epoch = 0
-
-    async def follow(self, sending: asyncio.Task[None], for_s: float, promotions: int) -> None:
-        """Print until the time is over, or so many drafts were promoted (0: no bound)."""
-        until_s = self._traffic.now_s + for_s
-        while (left_s := until_s - self._traffic.now_s) > 0:
-            done, _ = await asyncio.wait([sending], timeout=min(_LINE_EVERY_S, left_s))
-            if done:
-                sending.result()
-                return
-            events = await self._versions.history()
-            self._say_cycles()
-            self._say_changes(events)
-            self._say_traffic()
-            if promotions and sum(event.kind == "promote" for event in events) >= promotions:
-                return
-
-    def _say_cycles(self) -> None:
-        cycles = kept_lines(self._work / RECORD)
-        for cycle in cycles[self._cycles :]:
-            found = cycle["acceptance"]["all"]
-            self._say(
-                f"cycle {cycle['cycle']}: trained {cycle['version']} for {cycle['training_s']:.0f} s; on "
-                f"held-out sessions it accepts {found['new']:.3f} after {found['present']:.3f}: "
-                f"{cycle['decision']}"
-            )
-        self._cycles = len(cycles)
-
-    def _say_changes(self, events: Sequence[VersionEvent]) -> None:
-        for event in reversed(events):
-            if event.epoch > self._epoch:
-                self._epoch = event.epoch
-                self._say(f"{event.kind} {event.version} by {event.author}: {event.reason}")
-
-    def _say_traffic(self) -> None:
-        now_s = self._traffic.now_s
-        parts = [
-            f"{name} {of.first:.2f} accepted, {of.drafted_share:.0%} drafted, {of.tokens_per_s:.0f} tokens/s"
-            for name, of in self._traffic.between(now_s - _WINDOW_S, now_s).items()
-        ]
-        self._say("; ".join(parts))
-
-    def _say(self, line: str) -> None:
-        print(f"{self._traffic.now_s:5.0f} s  {line}", flush=True)
-
-
-@asynccontextmanager
-async def _following(store_url: str, work: Path, given: argparse.Namespace) -> AsyncIterator[None]:
-    """Run `galley distill --follow` in the idle time of one core, until the block ends."""
-    command = [
-        *(sys.executable, "-P", "-m", "galley.cli", "distill", str(work), "--follow"),
-        *("--redis-url", store_url, "--start", str(shipped()), "--every", "5"),
-        *("--cycle-tokens", str(given.cycle_tokens), "--new-tokens", str(given.new_tokens)),
-        *("--share", "0.5", "--trial-tokens", str(given.trial_tokens)),
-    ]
-    log = work.with_name("learning.log")
-    with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            *command, stdout=output, stderr=output, start_new_session=True
-        )
-    os.sched_setaffinity(process.pid, {max(os.sched_getaffinity(0))})
-    os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
-    try:
-        yield
-    finally:
-        if process.returncode is not None:
-            print(log.read_text()[-4000:])
-            raise SystemExit("the training has ended")
-        process.send_signal(signal.SIGTERM)
-        await process.wait()
 
 
 async def _changes(versions: DraftVersions, traffic: Traffic) -> list[tuple[float, VersionEvent]]:
@@ -260,30 +173,23 @@ def record(
     traffic = outcome.traffic
     windows = [
         {"at_s": at_s, **{name: dataclasses.asdict(of) for name, of in figures.items()}}
-        for at_s, figures in traffic.windows(_WINDOW_S)
+        for at_s, figures in traffic.windows(WINDOW_S)
     ]
     changes = [{"at_s": round(at_s, 1), **dataclasses.asdict(event)} for at_s, event in outcome.changes]
-    cycles = [
-        {
-            name: cycle[name]
-            for name in ("cycle", "decision", "reason", "answer_tokens_seen", "training_s", "acceptance")
-        }
-        for cycle in outcome.cycles
-    ]
     write_record(
         path,
         {
             "options": vars(given),
             "windows": windows,
             "changes": changes,
-            "cycles": cycles,
+            "cycles": list(map(recorded_cycle, outcome.cycles)),
             "audit": outcome.audit,
             "stable": outcome.stable,
             "comparison": compared,
             "goals": goals,
         },
     )
-    plot.draw(path.with_suffix(".png"), traffic.windows(_WINDOW_S), outcome.changes)
+    plot.draw(path.with_suffix(".png"), traffic.windows(WINDOW_S), outcome.changes)
     print(f"record: {path}")
 
 

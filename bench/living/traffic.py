@@ -56,14 +56,11 @@ class Traffic:
 
     def windows(self, length_s: float) -> list[tuple[float, Mapping[str, Figures]]]:
         """Return the figures of each window, with the time of its end."""
-        last_s = max((one.at_s for one in self.samples), default=0.0)
-        ends = [length_s * number for number in range(1, int(last_s // length_s) + 1)]
-        return [(end, self.between(end - length_s, end)) for end in ends]
+        return windows_of(self.samples, self.workloads, length_s)
 
     def between(self, from_s: float, to_s: float) -> Mapping[str, Figures]:
         """Return the figures of the answers that ended in this time, by workload."""
-        recent = [one for one in self.samples if from_s <= one.at_s < to_s]
-        return {name: figures_of([one for one in recent if one.workload == name]) for name in self.workloads}
+        return figures_between(self.samples, self.workloads, from_s, to_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +75,23 @@ class Figures:
     first: float
     drafted_share: float
     tokens_per_s: float
+
+
+def windows_of(
+    samples: Sequence[Sample], workloads: Sequence[str], length_s: float
+) -> list[tuple[float, Mapping[str, Figures]]]:
+    """Return the figures of each whole window, with the time of its end."""
+    last_s = max((one.at_s for one in samples), default=0.0)
+    ends = [length_s * number for number in range(1, int(last_s // length_s) + 1)]
+    return [(end, figures_between(samples, workloads, end - length_s, end)) for end in ends]
+
+
+def figures_between(
+    samples: Sequence[Sample], workloads: Sequence[str], from_s: float, to_s: float
+) -> Mapping[str, Figures]:
+    """Return the figures of the answers that ended in this time, by workload."""
+    recent = [one for one in samples if from_s <= one.at_s < to_s]
+    return {name: figures_of([one for one in recent if one.workload == name]) for name in workloads}
 
 
 def figures_of(samples: Sequence[Sample]) -> Figures:

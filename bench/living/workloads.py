@@ -1,18 +1,24 @@
-"""Two workloads that the shipped draft was not trained for: SQL, and questions in Spanish.
+"""Two workloads that the shipped draft was not trained for: SQL, and questions in Spanish; and a mixture.
 
-The prompts are made from templates, so that there are thousands of them. No prompt is asked twice in a run,
-and each has its own words, as the traffic of one application has.
+Their prompts are made from templates, so that there are thousands of them, and each has its own words, as the
+traffic of one application has. A third workload is English, which the shipped draft knows: the fixed prompts
+of `galley bench`.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
-from galley.bench.workloads import Prompt
+from galley.bench.closed_loop import tagged
+from galley.bench.workloads import Prompt, fixed_workload
 
-SQL, SPANISH = "sql", "spanish"
+SQL, SPANISH, ENGLISH = "sql", "spanish", "english"
 WORKLOADS = (SQL, SPANISH)
+"""Those that the shipped draft was not trained for."""
+
+_ENGLISH_SETS = ("chat", "code", "support")
 
 _TABLES = {
     "orders": ("customer_id", "status", "total", "created_at"),
@@ -74,11 +80,37 @@ _SPANISH_TASKS = (
 def prompts(workload: str, seed: int) -> Iterator[Prompt]:
     """Yield prompts of the workload without end; the same ones for a seed."""
     drawn = random.Random(f"{workload} {seed}")
+    english = [prompt.text for name in _ENGLISH_SETS for prompt in fixed_workload(name).prompts]
     number = 0
     while True:
-        text = _sql(drawn) if workload == SQL else _spanish(drawn)
+        text = drawn.choice(english) if workload == ENGLISH else _made(workload, drawn)
         yield Prompt(f"{workload}-{seed}-{number}", text, label=workload, category=workload)
         number += 1
+
+
+@dataclass(slots=True)
+class Mixture:
+    """Prompts of several workloads, drawn by their weights. A number before the text makes each a new one."""
+
+    seed: int
+    _streams: dict[str, Iterator[Prompt]] = field(default_factory=dict)
+    _count: int = 0
+
+    def next(self, weights: Mapping[str, float]) -> Prompt:
+        """Return a prompt of one of these workloads."""
+        drawn = random.Random(f"{self.seed} {self._count}")
+        self._count += 1
+        (workload,) = drawn.choices(list(weights), list(weights.values()))
+        stream = self._streams.setdefault(workload, prompts(workload, self.seed))
+        return tagged(next(stream), f"{self.seed}.{self._count}")
+
+    def endless(self, weights: Mapping[str, float]) -> Iterator[Prompt]:
+        while True:
+            yield self.next(weights)
+
+
+def _made(workload: str, drawn: random.Random) -> str:
+    return _sql(drawn) if workload == SQL else _spanish(drawn)
 
 
 def _sql(drawn: random.Random) -> str:

@@ -115,6 +115,7 @@ class Answer:
     wall_s: float
     rounds: Rounds | None = None
     text: str = ""
+    session_id: str = ""
 
     @property
     def counted(self) -> int:

@@ -265,7 +265,7 @@ class GatewayLoop:
         if stream.finished is None:
             raise RuntimeError(f"{arm}: {prompt.id} ended without a reason")
         rounds = _rounds(stream.finished.speculation)
-        return Answer(tuple(stream.tokens), tuple(at_s), wall_s, rounds, "".join(texts))
+        return Answer(tuple(stream.tokens), tuple(at_s), wall_s, rounds, "".join(texts), stream.session_id)
 
 
 def _rounds(stats: pb.SpeculationStats) -> Rounds:
