@@ -283,8 +283,9 @@ class GatewaySettings(TokenSettings):
     draft_split: Annotated[str, AfterValidator(_draft_split)] = Field(
         "",
         description="Version of the draft that begins a trial, and its share of the sessions, at most 0.5: "
-        "VERSION=SHARE. No trial begins of a version that was promoted, rolled back or drained, or while "
-        "another is on trial. Empty: none.",
+        "VERSION=SHARE. It takes the place of a trial that this flag of another gateway began before this "
+        "gateway started. No trial begins of a version that was promoted, rolled back or drained, or while "
+        "another is on trial otherwise. Empty: none.",
     )
     client_timeout_s: float = Field(
         60.0,

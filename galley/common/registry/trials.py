@@ -185,6 +185,7 @@ def _encode(state: VersionState) -> dict[str, str]:
         "drained": ",".join(sorted(split.drained)),
         "tokens": str(state.tokens),
         "trial": str(state.trial),
+        "author": state.author,
         "decided": json.dumps(dict(state.decided)),
     }
 
@@ -208,6 +209,7 @@ def _state(values: dict[str, bytes]) -> VersionState:
             since_ms=int(text["since_ms"]),
             epoch=int(text["epoch"]),
             trial=int(text["trial"]),
+            author=text.get("author", ""),  # a gateway of an earlier version writes none
             decided=json.loads(text["decided"]),
         )
     except (KeyError, ValueError) as error:

@@ -29,8 +29,8 @@ class VersionState:
     """The versions that get sessions, and what was decided.
 
     The canary may be promoted after `tokens` output tokens. `epoch` counts the changes, of which the last was
-    at `since_ms`. `trial` is the epoch at which the latest trial began, and the counts with it. `decided` has
-    the reason for each version that was promoted, rolled back or drained, the latest last.
+    at `since_ms`. `trial` is the epoch at which `author` began the latest trial, and the counts with it.
+    `decided` has the reason for each version that was promoted, rolled back or drained, the latest last.
     """
 
     split: Split = field(default_factory=Split)
@@ -38,6 +38,7 @@ class VersionState:
     since_ms: int = 0
     epoch: int = 0
     trial: int = 0
+    author: str = ""
     decided: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -94,7 +95,16 @@ def try_version(
     split = replace(split, canary=version, share=share, by=by, drained=split.drained - {version})
     decided = {name: why for name, why in state.decided.items() if name != version}
     after = replace(_next(state), split=split, tokens=tokens, decided=decided)
-    return replace(after, trial=after.epoch), VersionEvent("try", version, author, reason, share)
+    after = replace(after, trial=after.epoch, author=author)
+    return after, VersionEvent("try", version, author, reason, share)
+
+
+def replace_trial(state: VersionState, version: str, share: float, *, author: str = "") -> Change:
+    """Begin a trial in place of the one in force, whose version gets no more sessions. Raise ValueError."""
+    before = state.split.canary
+    ended, _ = drain(state, before, reason=f"replaced by {version}")
+    reason = f"in place of {before}"
+    return try_version(replace(ended, epoch=state.epoch), version, share, author=author, reason=reason)
 
 
 def promote(state: VersionState, version: str, *, author: str = "", reason: str = "") -> Change:

@@ -26,6 +26,7 @@ from galley.core.versions.state import (
     VersionEvent,
     VersionState,
     promote,
+    replace_trial,
     restore,
     roll_back,
     try_version,
@@ -67,11 +68,16 @@ class VersionKeeper:
         trial: tuple[str, float] | None = None,
         metrics: VersionMetrics | None = None,
     ) -> None:
-        """Begin a trial of `trial`, a version and its share, unless that version was decided."""
+        """Begin a trial of `trial`, a version and its share, unless that version was decided.
+
+        It takes the place of a trial that began by another gateway's setting before this gateway.
+        """
         self.state = VersionState()
         self._store = store
         self._drafts = drafts
         self._own_trial = trial
+        self._earlier_trial: int | None = None
+        """The trial that the own one replaces; 0 for none, None until the store was read."""
         self._metrics = metrics
         self._waiting: dict[tuple[str, int], VersionCounts] = {}
         """Counts that the store does not have, by version and trial."""
@@ -175,13 +181,18 @@ class VersionKeeper:
         if self._own_trial is None:
             return None
         version, share = self._own_trial
-        split = self.state.split
-        if version in {split.canary, split.stable} or version in self.state.decided:
+        state, split = self.state, self.state.split
+        if self._earlier_trial is None:
+            # A trial that begins later may be that of a newer setting than this gateway's.
+            self._earlier_trial = state.trial if split.canary and state.author == _SETTING else 0
+        if version in {split.canary, split.stable} or version in state.decided:
             self._own_trial = None
             return None
-        if split.canary:
-            return None
-        return try_version(self.state, version, share, author=_SETTING)
+        if not split.canary:
+            return try_version(state, version, share, author=_SETTING)
+        if state.trial == self._earlier_trial:
+            return replace_trial(state, version, share, author=_SETTING)
+        return None
 
     async def _due_end(self) -> Change | None:
         """Return the end of the trial in force, if the rule says so."""
@@ -203,7 +214,7 @@ class VersionKeeper:
         self._use(new)
         facts = {"version": event.version, "reason": event.reason}
         if event.kind == "try":
-            _log.info("trial of a draft began", version=event.version, share=event.share)
+            _log.info("trial of a draft began", share=event.share, **facts)
         elif event.kind == "promote":
             _log.info("draft promoted", **facts)
         else:

@@ -11,6 +11,7 @@ from galley.core.versions.state import (
     check_version,
     drain,
     promote,
+    replace_trial,
     roll_back,
     try_version,
 )
@@ -34,6 +35,16 @@ def test_a_trial_gives_a_share_to_the_canary() -> None:
         "trained",
         0.2,
     )
+
+
+def test_a_trial_in_place_of_another_is_one_change() -> None:
+    before = _on_trial("old")
+    state, event = replace_trial(before, "newer", 0.2, author="ann")
+
+    assert state.split == Split("old", "newer", 0.2, drained=frozenset({"new"}))
+    assert state.epoch == state.trial == before.epoch + 1
+    assert (state.author, state.decided) == ("ann", {"new": "replaced by newer"})
+    assert (event.kind, event.version, event.reason) == ("try", "newer", "in place of new")
 
 
 def test_a_version_that_was_drained_can_be_tried_again() -> None:

@@ -327,18 +327,73 @@ async def test_a_setting_begins_no_trial_of_a_version_that_was_decided(store: Me
     assert [event.kind for event in store.events] == ["drain"]
 
 
-async def test_gateways_of_other_settings_wait_for_one_another(store: MemoryVersions) -> None:
-    one = VersionKeeper(store, ServedDrafts(), ("new", 0.05))
-    other = VersionKeeper(store, ServedDrafts(), ("newer", 0.2))
-    for keeper in (one, other, one, other):
+async def test_a_setting_waits_for_the_end_of_a_trial_that_another_began(store: MemoryVersions) -> None:
+    await _begin(store)
+    keeper = VersionKeeper(store, ServedDrafts(), ("newer", 0.2))
+    for _ in range(3):
         await keeper.turn()
     assert [event.version for event in store.events] == ["new"]
 
     await store.change(store.state.epoch, *versions.roll_back(store.state))
-    for keeper in (one, other, one, other):
+    for _ in range(2):
         await keeper.turn()
     assert [(event.kind, event.version) for event in store.events] == [
         ("try", "new"),
         ("roll_back", "new"),
         ("try", "newer"),
     ]
+
+
+async def test_a_setting_replaces_the_trial_of_an_earlier_one(store: MemoryVersions) -> None:
+    """In a roll-out, gateways of both settings run, and those of the earlier one may start again."""
+    earlier = [VersionKeeper(store, ServedDrafts(), ("new", 0.05)) for _ in range(2)]
+    for keeper in earlier:
+        await keeper.turn()
+    later = [VersionKeeper(store, ServedDrafts(), ("newer", 0.2)) for _ in range(2)]
+    await asyncio.gather(*(keeper.turn() for keeper in later))
+    restarted = VersionKeeper(store, ServedDrafts(), ("new", 0.05))
+    for _ in range(3):
+        for keeper in (restarted, *earlier, *later):
+            await keeper.turn()
+
+    assert [(event.kind, event.version, event.reason) for event in store.events] == [
+        ("try", "new", ""),
+        ("try", "newer", "in place of new"),
+    ]
+    assert store.state.split == Split(canary="newer", share=0.2, drained=frozenset({"new"}))
+    assert store.state.decided == {"new": "replaced by newer"}
+
+
+async def test_a_setting_replaces_no_trial_that_began_after_the_gateway(store: MemoryVersions) -> None:
+    """An earlier setting that has waited must not end the trial of a later one."""
+    await _begin(store)
+    earlier = VersionKeeper(store, ServedDrafts(), ("one", 0.05))
+    await earlier.turn()
+    later = VersionKeeper(store, ServedDrafts(), ("two", 0.05))
+    await later.turn()
+    await store.change(store.state.epoch, *versions.roll_back(store.state))
+    for keeper in (later, earlier, later, earlier):
+        await keeper.turn()
+
+    assert [event.version for event in store.events] == ["new", "new", "two"]
+
+
+async def test_a_setting_replaces_no_trial_that_was_begun_anew_by_hand(store: MemoryVersions) -> None:
+    await VersionKeeper(store, ServedDrafts(), ("new", 0.05)).turn()
+    await _begin(store)
+    keeper = VersionKeeper(store, ServedDrafts(), ("newer", 0.2))
+    for _ in range(2):
+        await keeper.turn()
+
+    assert [(event.version, event.author) for event in store.events] == [
+        ("new", "draft_split"),
+        ("new", "ann"),
+    ]
+
+
+async def test_a_setting_that_was_decided_replaces_nothing(store: MemoryVersions) -> None:
+    await store.change(0, *versions.drain(store.state, "newer"))
+    await VersionKeeper(store, ServedDrafts(), ("new", 0.05)).turn()
+    await VersionKeeper(store, ServedDrafts(), ("newer", 0.2)).turn()
+
+    assert store.state.split.canary == "new"
