@@ -100,6 +100,14 @@ async def test_a_forgotten_principal_leaves_nothing(server: Server | Cluster, sp
     assert await spool.forget("nobody") == 0
 
 
+async def test_many_sessions_are_forgotten_in_parts(server: Server | Cluster, spool: LearningSpool) -> None:
+    """Redis serves sessions in progress meanwhile, so no part holds it for long."""
+    await asyncio.gather(*(spool.add(ALICE, session(number, length=4), MOST) for number in range(512)))
+    assert await spool.forget(ALICE) == 512
+    left = await server.command("KEYS", "*")
+    assert [key.decode().split("}:")[1].split(":")[0] for key in left] == ["forgotten"]
+
+
 async def test_all_of_it_expires(server: Server | Cluster) -> None:
     spool = LearningSpool(server.url, "pool", ttl_s=1.0)
     await spool.add(ALICE, session(1), MOST)
