@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import cast
 
 import pytest
 from structlog.testing import capture_logs
@@ -12,12 +13,15 @@ from galley.common.metrics import catalogue
 from galley.common.metrics.labels import GATEWAY
 from galley.common.metrics.registry import Registry
 from galley.common.registry.spool import LearningSpool
+from galley.common.registry.trials import DraftVersions
 from galley.common.server.server import Parts
-from galley.core.content import token_bytes
+from galley.core.content import prefix_hash, token_bytes, tokens_from_bytes
 from tests.fakes.http_client import http_client
 from tests.fakes.readings import number
 from tests.fakes.redis_clusters import until
 from tests.fakes.redis_servers import Server
+from tests.fakes.spans import KeptSpans
+from tests.fakes.stored import stored, written
 from tests.fakes.waiting import PATIENCE_S
 from tests.fakes.world import PROMPT_TOKENS, World, must_be_true, receive
 from tests.integration.services.gateway.callers import ALICE, BOB, KeyFile, calling
@@ -71,32 +75,66 @@ async def test_only_principals_that_allow_it_are_learned_from(world: World, spoo
     assert await spool.principals() == ["alice"]
 
 
-async def test_text_and_other_principals_are_nowhere_in_what_is_kept_and_exported(
-    world: World, spool: LearningSpool, shared_store: Server
+async def test_text_and_tokens_are_nowhere_but_in_the_session_and_the_spool_of_its_principal(
+    frail_world: World, own_store: Server
 ) -> None:
-    registry, words = Registry(GATEWAY), "A sentence that nobody else says."
+    """Read all that a gateway stores and exports while it learns, audits, and tries a draft."""
+    world, words = frail_world, "A sentence that nobody else says."
+    registry, spans = Registry(GATEWAY), KeptSpans()
     keys = KeyFile(alice="learn = true").write(world)
+    spool, versions = LearningSpool(own_store.url, world.id), DraftVersions(own_store.url, world.id)
+    await versions.try_version("v2", 0.5)
     gateway = await world.gateway_of(
-        Parts(metrics=registry), learn_tokens=LEARN, pool=world.id, api_keys_file=keys
+        spans.parts(metrics=registry), learn_tokens=LEARN, pool=world.id, api_keys_file=keys, audit_ratio=1
     )
     with capture_logs() as logs:
         async with calling(gateway, BOB) as bob, calling(gateway, ALICE) as alice:
-            others = await receive(bob.generate(words, workload="bobs"))
-            await receive(alice.generate(words, workload="alices"))
+            answers = [
+                await receive(bob.generate(f"Bob: {words}", workload="bobs")),
+                await receive(alice.generate(words, workload="alices")),
+            ]
+            ids = [answer.started.session_id for answer in answers if answer.started is not None]
+            await until(lambda: _is_audited(registry, 2))
+            # The answer to another seed: the audit finds an incident.
+            await _plant_difference(own_store, ids[1])
+            assert (await alice.client.audit(ids[1])).differing
         await kept(spool, "alice", 1)
-    names = [key.decode() for key in await shared_store.command("KEYS", f"galley:learning:{{{world.id}}}*")]
-    entries = [await shared_store.command("GET", name) for name in names if ":entry:" in name]
-    assert len(entries) == 1
-    held = b"".join(entries)
-    exported = f"{logs}{[reading.points for reading in registry.read()]}"
-    assert others.started is not None
-    for of_bob in ("bob", others.started.session_id):
-        assert not any(of_bob in name for name in names)
-    for written in (words, "bobs", others.started.session_id):
-        assert written.encode() not in held
-    assert words not in exported
-    assert token_bytes(others.tokens[:6]) not in exported.encode()
-    assert str(others.tokens[:6])[1:-1] not in exported
+    world.expect_error("audit found an incident")
+    held = await stored(own_store)
+    assert {key.partition("{")[0] for key in held} >= {"galley:learning:", "galley:drafts:", "galley:audit:"}
+    sessions = {key for key in held if key.startswith("galley:sessions:")}
+    [entry] = [key for key in held if ":entry:" in key]
+    assert entry.endswith(f":entry:{ids[1]}:alice")
+    told = b"\n".join(value for key, value in held.items() if key not in {*sessions, entry})
+    told += f"{logs}{[reading.points for reading in registry.read()]}".encode()
+    told += "".join(span.to_json() for span in spans.spans).encode()
+    for answer in answers:
+        assert not any(form in told for form in written(answer.tokens[:6]))
+        assert answer.text not in told.decode(errors="replace")
+    assert words.encode() not in told + held[entry]
+    assert answers[1].text.encode() not in held[entry]
+    learned = b"\n".join(value for key, value in held.items() if key.startswith("galley:learning:"))
+    for of_bob in (b"bob", ids[0].encode(), token_bytes(answers[0].tokens[:6])):
+        assert of_bob not in learned
+    assert await spool.forget("alice") == 1
+    left = [key for key in await stored(own_store) if key.startswith("galley:learning:")]
+    assert left == [f"galley:learning:{{{world.id}}}:forgotten:alice"]
+    await spool.close()
+    await versions.close()
+
+
+async def _is_audited(registry: Registry, sessions: int) -> bool:
+    return number(registry, catalogue.AUDIT_SESSIONS, "same") == sessions
+
+
+async def _plant_difference(server: Server, session_id: str) -> None:
+    """Flip the last token of a session in the store, and change its hash to match."""
+    async with server.raw() as raw:
+        [key] = [key async for key in raw.scan_iter(f"galley:sessions:*{{{session_id}}}")]
+        tokens = tokens_from_bytes(cast("bytes", await raw.get(key.decode() + ":log")))
+        tokens[-1] ^= 1
+        await raw.set(key.decode() + ":log", token_bytes(tokens))
+        await raw.hset(key, "log_hash", prefix_hash(tokens))
 
 
 async def test_a_session_that_did_not_end_here_is_not_kept(world: World, spool: LearningSpool) -> None:
