@@ -108,6 +108,14 @@ def test_a_swap_is_compared_with_the_same_streams_without_it() -> None:
     assert not delay.met
 
 
+def test_a_swap_meets_no_goal_where_streams_have_no_drafts() -> None:
+    calm = Run([stream(*(n / 10 for n in range(20)), missed=20)], began_s=0.35, load_s=0.5)
+    found = compared(calm, calm)
+    assert found is not None
+    assert found.delays == [0]
+    assert not any(goal.met for goal in SwapCosts([found]).goals())
+
+
 def test_streams_that_end_before_the_load_show_nothing() -> None:
     short = Run([stream(0.0, 0.1, 0.2)], began_s=0.05, load_s=0.5)
     assert compared(short, short) is None
