@@ -12,10 +12,20 @@ import pytest
 import yaml
 
 from galley.common.metrics import catalogue
-from tests.deploy.render import CHART, ROLES, Manifest, default_values, of_kind, render, render_refused
+from tests.deploy.render import (
+    CHART,
+    ROLES,
+    Manifest,
+    default_values,
+    env,
+    of_kind,
+    render,
+    render_refused,
+)
 from tests.fakes.promql import RULES, rules
 
 NOT_INSTALLED = "promtool is not installed"
+RUNBOOKS = CHART.parents[1] / "docs" / "runbooks"
 
 
 def rules_of(values: Manifest | None = None, release: str = "galley", **monitoring: str) -> Manifest:
@@ -210,3 +220,11 @@ def _firing(alert: str, is_firing: bool) -> Manifest:
     found = f'ALERTS{{{labels}, namespace="galley", release="blue", severity="page"}}'
     samples = [{"labels": found, "value": 1}] if is_firing else []
     return {"expr": f"ALERTS{{{labels}}}", "eval_time": "30m", "exp_samples": samples}
+
+
+@pytest.mark.parametrize("name", ["GalleyAuditDiffers", "GalleyAuditDamaged"])
+def test_runbooks_read_the_incidents_of_the_charts_pool(name: str) -> None:
+    gateway = of_kind(render(), "Deployment")["galley-gateway"]
+    assert env(gateway)["GALLEY_GATEWAY_POOL"] == "galley.galley", "namespace and release"
+    page = (RUNBOOKS / f"{name}.md").read_text(encoding="utf-8")
+    assert '"galley:audit:{$NS.galley}:incidents"' in page
