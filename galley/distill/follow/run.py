@@ -274,11 +274,12 @@ class Follower:
         }
 
     def _refuse_other_options(self, cycle: dict[str, Any]) -> None:
-        now = self._options.of_training() | {"corpus_sha256": self._corpus_sha256}
-        then = cycle["options"] | {"corpus_sha256": cycle["corpus_sha256"]}
-        for name, value in then.items():
+        now = self._options.of_training()
+        for name, value in cycle["options"].items():
             if now[name] != value:
-                raise InvalidField("replay", f"the cycle ran with {name} = {value!r}, got {now[name]!r}")
+                raise InvalidField(name, f"must be {value}, as in the cycle, got {now[name]}")
+        if self._corpus_sha256 != cycle["corpus_sha256"]:
+            raise InvalidField("corpus", "must be the files that the cycle read")
 
 
 def _figures(comparison: Comparison) -> dict[str, Any]:

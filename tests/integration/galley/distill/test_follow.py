@@ -327,7 +327,7 @@ async def test_a_cycle_is_replayed_from_its_record_while_its_sessions_are_there(
     assert replayed.version == replayed.recorded == last(deployed)["version"]
     assert len([draft for draft in deployed.drafts if draft.loads]) == 1, "a replay offers nothing"
     deployed.options = replace(options, rate=0.03)
-    with pytest.raises(InvalidField, match=r"rate = 0\.02"):
+    with pytest.raises(InvalidField, match=r"rate: must be 0\.02, as in the cycle, got 0\.03"):
         await deployed.follower().replay(1, deployed.stop)
     deployed.options = options
     await deployed.spool.remove(ALICE, sessions[0].session_id, is_recent=False)
