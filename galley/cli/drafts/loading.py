@@ -43,8 +43,8 @@ async def load(
     if not replicas:
         raise ValueError(
             f"no replica of the pool {deployment.pool} can take {name}: it must be registered, accept loads "
-            "(--max-load-mib), serve another version, and not be the only one of the stable version; name "
-            "replicas with --replica"
+            "(--max-load-mib), serve another version, and be neither of the version on trial nor the only "
+            "one of the stable version; name replicas with --replica"
         )
     # Without a stable version all are that are not drained: the replica would get sessions at once.
     if name not in state.split.drained and not is_in_use(leases, state.split, name):

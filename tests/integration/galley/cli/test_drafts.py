@@ -343,3 +343,14 @@ async def test_without_a_replica_that_fits_nothing_changes(
     assert result.exit_code == 1
     assert f"no replica of the pool {POOL} can take v2" in result.stderr
     assert (await versions.read()).epoch == 0
+
+
+async def test_a_replica_of_the_version_on_trial_is_not_loaded(
+    server: Server, versions: DraftVersions, directory: Path
+) -> None:
+    await register(server, ("a:1", "v1", 1 << 20), ("b:1", "v2", 1 << 20))
+    await versions.promote("v1")
+    await versions.try_version("v2", 0.1)
+    result = await galley(server, "load", str(directory), "--version", "v3")
+    assert result.exit_code == 1
+    assert "neither of the version on trial nor the only one of the stable version" in result.stderr
