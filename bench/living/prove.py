@@ -107,7 +107,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--sessions", type=int, default=10_000, help="sessions of the traffic (default: 10000)"
     )
-    parser.add_argument("--streams", type=int, default=12, help="closed loops (default: 12)")
+    parser.add_argument("--streams", type=int, default=8, help="closed loops (default: 8)")
     parser.add_argument("--again", type=int, default=300, help="sessions asked again without drafts")
     parser.add_argument("--audit-tokens", type=int, default=1_000_000, help="tokens audited in all")
     parser.add_argument("--faults", type=int, default=5, help="faults of each kind (default: 5)")
