@@ -122,7 +122,7 @@ class Audits:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The computing time of one audit, and the time from the end of the one before until its end."""
+    """The computing time of one audit, and the time from its end until the end of the next one."""
 
     compute_s: float
     of_s: float
@@ -233,10 +233,13 @@ class _Bench:
         prompts, found, shares = new_prompts("pauses"), [], []
         drawn_s = random.Random("pauses")
         await self._have_waiting(_short_prompts(), _WAITING, _SHORT_TOKENS)
+        for arm in (ON, OFF):  # opens the callers' connections
+            await self._run(WARM_UP, arm, next_prompts(prompts, STREAMS), _BURST_TOKENS)
         for pair in range(pairs):
-            await self.audits.release()
-            began_s = await self.audits.end_after(await self.audits.count())
             before_s, count = await self.audits.compute_s(), await self.audits.count()
+            await self.audits.release()
+            began_s = await self.audits.end_after(count)
+            compute_s, count = await self.audits.compute_s() - before_s, await self.audits.count()
             used: list[_Burst] = []
             meter, blocks, ended_s = Meter(self.stack), list[LoopBlock](), None
             while ended_s is None:
@@ -245,7 +248,7 @@ class _Bench:
                 ended_s = await self._pause(used[-1].pause_s, count)
             found.append(figures_of(blocks, meter.spent()))
             await self.audits.hold()
-            shares.append(Share(await self.audits.compute_s() - before_s, ended_s - began_s))
+            shares.append(Share(compute_s, ended_s - began_s))
             count = await self.audits.count()
             meter, blocks = Meter(self.stack), []
             for burst in used:
