@@ -92,7 +92,7 @@ class DraftReplacement:
         if self._one_at_a_time.locked():
             raise Overloaded("another draft is being loaded", _RETRY_AFTER_S)
         async with self._one_at_a_time:
-            with scratch_directory() as directory:
+            async with scratch_directory() as directory:
                 version = await receive_draft(first, requests, accept, directory, self._info.max_load_bytes)
                 strategies = await self._loaded(directory)
             self._loop.exchange(strategies)

@@ -8,12 +8,15 @@ import gc
 import hashlib
 import os
 import pickle
+import shutil
 import tempfile
+import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -351,8 +354,17 @@ async def test_one_load_at_a_time(target: Path, old: Path, new: Path, scratch: P
 
 
 async def test_files_of_killed_processes_are_removed(
-    target: Path, old: Path, new: Path, scratch: Path
+    target: Path, old: Path, new: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """They are removed in a thread: meanwhile the event loop serves sessions."""
+    removing = []
+    remove = shutil.rmtree
+
+    def noted(directory: Path, **options: Any) -> None:
+        removing.append(threading.current_thread())
+        remove(directory, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", noted)
     killed, running = scratch / "galley-draft-killed", scratch / "galley-draft-running"
     for directory in (killed, running):
         directory.mkdir()
@@ -364,6 +376,12 @@ async def test_files_of_killed_processes_are_removed(
         assert sorted(left_in(scratch)) == [running, running / WEIGHTS]
         os.close(lock)
         await send_draft(draft.channel, old)
+        files, [config, weights] = announced(new)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await load(draft, files, [config, b"-" * len(weights)])
+    assert left_in(scratch) == []
+    assert len(removing) > 3
+    assert threading.main_thread() not in removing
 
 
 def models() -> list[CausalModel]:
