@@ -19,7 +19,7 @@ from galley.client.options import Tls
 from galley.common.sockets import host_and_port, joined
 from galley.core.versions.rule import DEFAULT_TRIAL_TOKENS
 from galley.core.versions.split import MAX_SHARE, SplitBy
-from galley.core.versions.state import check_version
+from galley.core.versions.state import MAX_REASON, check_version
 
 if TYPE_CHECKING:
     from galley.core.routing.choice import DraftLease
@@ -44,7 +44,21 @@ def _version(name: str) -> str:
 Version = Annotated[
     str, typer.Argument(callback=_version, help="Name of the version, as `galley drafts list` shows it.")
 ]
-Reason = Annotated[str, typer.Option(help="Text for the history. Default: none.")]
+
+
+def _reason(text: str) -> str:
+    """Return a reason. Raise BadParameter if it is too long: gateways read it each second."""
+    if len(text) > MAX_REASON:
+        raise typer.BadParameter(f"must be at most {MAX_REASON} characters, got {len(text)}")
+    return text
+
+
+Reason = Annotated[
+    str,
+    typer.Option(
+        callback=_reason, help=f"Text for the history, at most {MAX_REASON} characters. Default: none."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 

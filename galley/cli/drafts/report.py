@@ -14,12 +14,11 @@ from galley.core.routing.choice import DraftLease
 from galley.core.versions.counts import Estimate, VersionCounts
 from galley.core.versions.rule import Rule, decide
 from galley.core.versions.split import ARMS, Arm, Split
-from galley.core.versions.state import VersionEvent, VersionState
+from galley.core.versions.state import MAX_REASON, VersionEvent, VersionState
 
 Z = 1.96
 """Standard errors of the intervals: 95 % of them contain the true value."""
 NO_NAME = "(all stable)"
-_REASON = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +117,7 @@ def table_of(found: Sequence[Row]) -> Table:
             _text(counts.gain),
             _text(counts.speed_up),
             _text(counts.cost_ms),
-            one_line(row.decided, _REASON),
+            one_line(row.decided, MAX_REASON),
         )
     return table
 
@@ -155,7 +154,7 @@ def event_line(event: VersionEvent) -> str:
     what = f"{event.kind.replace('_', ' ')} {one_line(event.version)}".rstrip()
     share = f" on {event.share:.1%} of the sessions" if event.kind == "try" else ""
     author = f", by {one_line(event.author)}" if event.author else ""
-    reason = f": {one_line(event.reason, _REASON)}" if event.reason else ""
+    reason = f": {one_line(event.reason, MAX_REASON)}" if event.reason else ""
     return f"{_iso(event.at_ms)}  {what}{share}{author}{reason}"
 
 

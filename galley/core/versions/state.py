@@ -19,6 +19,9 @@ NOT_TRIED = "loaded, not tried"
 MAX_DECIDED = 64
 """Versions whose decisions are kept, the latest ones. Older ones are forgotten, also if they are drained."""
 
+MAX_REASON = 300
+"""Most characters of a reason that a person gives."""
+
 EventKind: TypeAlias = Literal["try", "promote", "roll_back", "drain", "restore"]
 
 _VERSION = re.compile(r"[A-Za-z0-9._-]{1,64}")

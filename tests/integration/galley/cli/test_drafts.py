@@ -151,6 +151,7 @@ async def test_a_version_is_promoted_and_another_drained(server: Server, version
         (("try", "a/b"), 2, "VERSION: must be 1 to 64 letters, digits and . _ -, got 'a/b'"),
         (("try", "v2", "--by", "day"), 2, "--by: must be one of session, tenant, workload, got 'day'"),
         (("try", "v2", "--tokens", "0"), 2, "--tokens: must be at least 1, got 0"),
+        (("drain", "v2", "--reason", "x" * 301), 2, "--reason: must be at most 300 characters, got 301"),
         (("promote", "v9"), 1, "error: no registered draft serves v9"),
         (("list", "--pool", "a b"), 2, "--pool: must be 1 to 128 letters"),
         (("list", "--redis-url", "http://x"), 2, "--redis-url: must"),
