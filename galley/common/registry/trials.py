@@ -25,7 +25,7 @@ from galley.core.errors import Broken
 from galley.core.versions import state as versions
 from galley.core.versions.counts import FIELDS, FLOATS, VersionCounts
 from galley.core.versions.rule import DEFAULT_TRIAL_TOKENS
-from galley.core.versions.split import Split, SplitBy
+from galley.core.versions.split import MAX_SHARE, Split, SplitBy
 from galley.core.versions.state import Change, VersionEvent, VersionState
 
 MAX_HISTORY = 200
@@ -199,7 +199,7 @@ def _state(values: dict[str, bytes]) -> VersionState:
         split = Split(
             _version(text["stable"]),
             _version(text["canary"]),
-            float(text["share"]),
+            _share(text["share"]),
             _split_by(text["by"]),
             frozenset(name for name in text["drained"].split(",") if name),
         )
@@ -210,7 +210,7 @@ def _state(values: dict[str, bytes]) -> VersionState:
             epoch=int(text["epoch"]),
             trial=int(text["trial"]),
             author=text.get("author", ""),  # a gateway of an earlier version writes none
-            decided=json.loads(text["decided"]),
+            decided=_decided(text["decided"]),
         )
     except (KeyError, ValueError) as error:
         raise Broken(f"the state of the drafts' versions cannot be read: {error}") from error
@@ -218,6 +218,20 @@ def _state(values: dict[str, bytes]) -> VersionState:
 
 def _version(name: str) -> str:
     return versions.check_version(name) if name else ""
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 <= share <= MAX_SHARE:
+        raise ValueError(f"share: {text}")
+    return share
+
+
+def _decided(text: str) -> dict[str, str]:
+    try:
+        return {str(name): str(reason) for name, reason in json.loads(text).items()}
+    except AttributeError:
+        raise ValueError(f"decided: {text}") from None
 
 
 def _split_by(text: str) -> SplitBy:
