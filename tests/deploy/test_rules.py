@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import shutil
 import subprocess
 from itertools import product
@@ -12,6 +14,7 @@ import pytest
 import yaml
 
 from galley.common.metrics import catalogue
+from galley.core.versions.rule import decide
 from tests.deploy.render import (
     CHART,
     ROLES,
@@ -228,3 +231,12 @@ def test_runbooks_read_the_incidents_of_the_charts_pool(name: str) -> None:
     assert env(gateway)["GALLEY_GATEWAY_POOL"] == "galley.galley", "namespace and release"
     page = (RUNBOOKS / f"{name}.md").read_text(encoding="utf-8")
     assert '"galley:audit:{$NS.galley}:incidents"' in page
+
+
+def test_the_runbook_of_a_roll_back_has_each_reason_of_the_rule() -> None:
+    reasons = re.findall(
+        r'_roll_back\(f"([a-z ]+?)(?: after \{|:)', inspect.getsource(inspect.getmodule(decide) or decide)
+    )
+    assert len(reasons) == 5
+    page = (RUNBOOKS / "GalleyDraftRolledBack.md").read_text(encoding="utf-8")
+    assert [reason for reason in reasons if f"| `{reason}` |" not in page] == []
