@@ -53,7 +53,7 @@ class Reading:
 class Registered:
     """The leases in the registry, and the split of the drafts' versions; None without a registry.
 
-    `problem` says why they could not be read.
+    `problem` says why they, or the split alone, could not be read.
     """
 
     targets: Sequence[TargetLease] = ()

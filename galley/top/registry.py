@@ -12,11 +12,16 @@ from galley.top.fleet import Registered
 
 
 async def read_leases(registry: ReplicaRegistry, versions: DraftVersions) -> Registered:
+    """Return what could be read: the leases are shown also if the split cannot be read."""
     try:
         targets, drafts = await registry.read(TARGET_POOL), await registry.read(DRAFT_POOL)
-        split = (await versions.read()).split
     except GalleyError as error:
         return Registered(problem=one_line(str(error), 200))
+    split, problem = None, ""
+    try:
+        split = (await versions.read()).split
+    except GalleyError as error:
+        problem = one_line(str(error), 200)
     # Writers of the store are not trusted: addresses are cleaned before a terminal shows them. The names of
     # versions that get sessions are checked where they are read; names of drained ones are not shown.
     return Registered(
@@ -26,4 +31,5 @@ async def read_leases(registry: ReplicaRegistry, versions: DraftVersions) -> Reg
             for lease in drafts
         ],
         split,
+        problem,
     )

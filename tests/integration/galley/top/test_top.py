@@ -151,6 +151,10 @@ async def test_registered_replicas_and_a_lost_store_are_shown() -> None:
         assert [one.version for one in response.drafts] == ["v2\ufffd[2J"]
         assert response.split == Split(canary="v2", share=0.25)
         assert (list(response.targets), response.problem) == ([], "")
+        await server.command("HSET", "galley:drafts:{default}", "share", "moon")
+        without_split = await read_leases(registry, versions)
+        assert (without_split.drafts, without_split.split) == (response.drafts, None)
+        assert "moon" in without_split.problem
     away = await read_leases(registry, versions)
     await versions.close()
     await registry.close()
