@@ -108,6 +108,7 @@ async def test_text_and_tokens_are_nowhere_but_in_the_session_and_the_spool_of_i
     told = b"\n".join(value for key, value in held.items() if key not in {*sessions, entry})
     told += f"{logs}{[reading.points for reading in registry.read()]}".encode()
     told += "".join(span.to_json() for span in spans.spans).encode()
+    assert any(form in held[entry] for form in written(answers[1].tokens[:6])), "else nothing would be found"
     for answer in answers:
         assert not any(form in told for form in written(answer.tokens[:6]))
         assert answer.text not in told.decode(errors="replace")
