@@ -5,8 +5,9 @@ draft's model in each round; in `swap` the replica is given weights meanwhile, i
 answers of a pair are the same, so each stream of `swap` is compared with itself in `calm`:
 
 - `missed`: rounds that verified no draft token, by the gateway's count of each answer.
-- `longest`: the longest time between two messages with tokens, in units of the median of `calm`, within the
-  time from the begin of the load until half a second after its end. In `calm` it is the same time.
+- `longest`: the longest time between two messages with tokens, in units of the median of `calm`. It counts
+  whole if a part of it is between the begin of the load and half a second after its end. In `calm` it is the
+  same time.
 
 The weights are those that serve already, under another version, and pass through all of a load.
 """
@@ -57,8 +58,12 @@ class Stream:
     missed: int
 
     def gaps(self, from_s: float, to_s: float) -> list[float]:
-        """Return the times between two messages, of which the later one came in this time."""
-        return [after - before for before, after in pairwise(self.at_s) if from_s <= after <= to_s]
+        """Return the times between two messages that were at least in part within this time."""
+        return [after - before for before, after in pairwise(self.at_s) if after >= from_s and before <= to_s]
+
+    def messages(self, from_s: float, to_s: float) -> int:
+        """Return the number of messages within this time."""
+        return sum(from_s <= at_s <= to_s for at_s in self.at_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,10 @@ class Swapped:
 
 @dataclass(frozen=True, slots=True)
 class SwapCosts:
+    """The pairs, and the numbers of streams that were to be measured."""
+
     pairs: Sequence[Swapped]
+    streams: Sequence[int]
 
     def of(self, streams: int) -> list[Swapped]:
         return [pair for pair in self.pairs if pair.streams == streams]
@@ -99,14 +107,14 @@ class SwapCosts:
         return median_interval([max(pair.delays) for pair in self.of(streams)])
 
     def goals(self) -> list[Goal]:
-        return [
-            goal
-            for streams in dict.fromkeys(pair.streams for pair in self.pairs)
-            for goal in self._goals(streams)
-        ]
+        return [goal for streams in self.streams for goal in self._goals(streams)]
 
     def _goals(self, streams: int) -> list[Goal]:
-        pairs, delay = self.of(streams), self.delay(streams)
+        pairs = self.of(streams)
+        if not pairs:
+            what = f"pairs whose answers lasted as long as the load, {streams} streams"
+            return [Goal("swap", what, "0", ">= 1", met=False)]
+        delay = self.delay(streams)
         missed = [of for pair in pairs for of in pair.missed]
         drafted = min(pair.calm_drafted for pair in pairs)
         has_drafts = drafted >= _LEAST_DRAFTED
@@ -160,7 +168,7 @@ async def measure_swap(folder: Path, draft: Path, pairs: int, tokens_of: Mapping
                     continue
                 found.append(swapped)
                 _report(pair, swapped)
-    return SwapCosts(found)
+    return SwapCosts(found, list(tokens_of))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +183,13 @@ class Run:
 def compared(swap: Run, calm: Run) -> Swapped | None:
     """Return how the streams of a swap differ from the same ones without; None if a stream was too short."""
     window_s = swap.load_s + _AFTER_S
-    gaps = {}
+    gaps, messages = {}, {}
     for name, run in ((SWAP, swap), (CALM, calm)):
         ends_s = run.began_s + window_s
         if min(stream.at_s[-1] for stream in run.streams) < ends_s:
             return None
         gaps[name] = [stream.gaps(run.began_s, ends_s) for stream in run.streams]
+        messages[name] = sum(stream.messages(run.began_s, ends_s) for stream in run.streams)
     round_s = median(gap for of in gaps[CALM] for gap in of)
     return Swapped(
         streams=len(swap.streams),
@@ -191,7 +200,7 @@ def compared(swap: Run, calm: Run) -> Swapped | None:
         round_ms=MS * round_s,
         longest=[max(of) / round_s for of in gaps[SWAP]],
         calm_longest=[max(of) / round_s for of in gaps[CALM]],
-        speed=sum(map(len, gaps[SWAP])) / sum(map(len, gaps[CALM])),
+        speed=messages[SWAP] / messages[CALM],
         differing_answers=sum(
             of.tokens != base.tokens for of, base in zip(swap.streams, calm.streams, strict=True)
         ),

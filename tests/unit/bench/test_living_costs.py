@@ -103,9 +103,19 @@ def test_a_swap_is_compared_with_the_same_streams_without_it() -> None:
     assert found.delays == pytest.approx([2.5, 0])
     assert found.differing_answers == 0
     assert found.speed == pytest.approx((8 + 10) / 20)
-    rounds, delay = SwapCosts([found]).goals()
+    rounds, delay = SwapCosts([found], [2]).goals()
     assert rounds.met
     assert not delay.met
+
+
+def test_a_delay_that_outlasts_the_time_after_a_load_counts_whole() -> None:
+    calm = Run([stream(*(n / 10 for n in range(20)))], began_s=0.35, load_s=0.5)
+    for last_before in (6, 3):  # the latter has no message between the begin of the load and the end
+        stopped = stream(*(n / 10 + 3.0 * (n > last_before) for n in range(20)))
+        found = compared(replace(calm, streams=[stopped]), calm)
+        assert found is not None
+        assert found.delays == pytest.approx([30])
+        assert not SwapCosts([found], [1]).goals()[1].met
 
 
 def test_a_swap_meets_no_goal_where_streams_have_no_drafts() -> None:
@@ -113,9 +123,16 @@ def test_a_swap_meets_no_goal_where_streams_have_no_drafts() -> None:
     found = compared(calm, calm)
     assert found is not None
     assert found.delays == [0]
-    assert not any(goal.met for goal in SwapCosts([found]).goals())
+    assert not any(goal.met for goal in SwapCosts([found], [1]).goals())
 
 
 def test_streams_that_end_before_the_load_show_nothing() -> None:
     short = Run([stream(0.0, 0.1, 0.2)], began_s=0.05, load_s=0.5)
     assert compared(short, short) is None
+
+
+def test_a_number_of_streams_without_a_pair_is_a_missed_goal() -> None:
+    calm = Run([stream(*(n / 10 for n in range(20)))], began_s=0.35, load_s=0.5)
+    found = compared(calm, calm)
+    assert found is not None
+    assert [goal.met for goal in SwapCosts([found], [1, 16]).goals()] == [True, True, False]
