@@ -1,8 +1,8 @@
 """Measure what a split of sessions between two versions of the draft costs at 16 streams.
 
 One stack with two draft replicas of the same weights; the second has them under the version `canary`. So only
-the machinery is measured: draws, routing, counts, and the rule, which cannot decide here. Each arm has a base
-with the same division of sessions between the two replicas:
+the machinery is measured: draws, routing, counts, and the rule. Where the rule ends a trial, by chance, the
+block is left out. Each arm has a base with the same division of sessions between the two replicas:
 
 - `half`: a canary with half of the sessions; its base `none` has no split, so that both replicas serve all.
 - `small`: a canary with 5 % of the sessions; its base `drained` gives the second replica no session.
@@ -85,7 +85,7 @@ async def measure_canary(folder: Path, draft: Path, pairs: int, max_tokens: int)
     async with Stack(options) as stack, open_loops(stack, keys, _SPECULATION) as loops:
         async with grpc.aio.insecure_channel(stack.address("draft-2")) as channel:
             await send_draft(channel, draft, CANARY)
-        trial = _Trial(DraftVersions(stack.store_url))
+        trial = Trial(DraftVersions(stack.store_url))
         blocks: list[LoopBlock] = []
         found: list[Figures] = []
         prompts = new_prompts("canary")
@@ -95,8 +95,9 @@ async def measure_canary(folder: Path, draft: Path, pairs: int, max_tokens: int)
                 await trial.begin(arm)
                 load = load_of(pair, arm, temperature_of(pair), chosen, max_tokens)
                 block, figures = await run_block(stack, loops[arm], load)
-                await trial.end(arm)
-                if pair != WARM_UP:
+                if not await trial.end(arm):
+                    print(f"canary: pair {pair + 1}, {arm}: the rule ended the trial; left out", flush=True)
+                elif pair != WARM_UP:
                     blocks.append(block)
                     found.append(figures)
                     report("canary", figures)
@@ -104,7 +105,7 @@ async def measure_canary(folder: Path, draft: Path, pairs: int, max_tokens: int)
     return CanaryCosts(found, trial.sessions, differing(blocks))
 
 
-class _Trial:
+class Trial:
     """The split of each arm, and the sessions that counted in it."""
 
     def __init__(self, versions: DraftVersions) -> None:
@@ -125,16 +126,18 @@ class _Trial:
         self._epoch = state.epoch
         await asyncio.sleep(_APPLIED_S)
 
-    async def end(self, arm: str) -> None:
-        """Count the sessions of the arm. Raise RuntimeError if its split did not last until now."""
+    async def end(self, arm: str) -> bool:
+        """Count the sessions of the arm. Return False, and count none, if its split did not last so long."""
         if arm in SHARES:
             await asyncio.sleep(_APPLIED_S)
+        if (await self.versions.read()).epoch != self._epoch:
+            return False
+        if arm in SHARES:
             counts = await self.versions.counts(("", CANARY))
             stable, canary = counts[""].sessions, counts[CANARY].sessions
             of_all, of_canary = self.sessions[arm]
             self.sessions[arm] = of_all + stable + canary, of_canary + canary
-        if (await self.versions.read()).epoch != self._epoch:
-            raise RuntimeError(f"{arm}: the split has changed during a block")
+        return True
 
 
 def _order(pair: int) -> list[str]:
