@@ -255,7 +255,7 @@ async def _compare(given: argparse.Namespace, drafts: Drafts, outcome: Outcome) 
         compared = await compare(before, after, {"traffic": source}, given.pairs, _MAX_TOKENS, _PAIR)
         outcome.compared.append(compared)
         _say(
-            f"{promotion.version}: first draft token accepted {_gained(compared):+.3f}, by pairs "
+            f"{promotion.version}: first draft token accepted {compared.acceptance_gain:+.3f}, by pairs "
             f"{compared.gain}; tokens/s {compared.speed}x"
         )
 
@@ -307,12 +307,17 @@ def _version_goals(outcome: Outcome) -> list[Goal]:
     promoted = sum(promotion.version in bad for promotion in outcome.promotions)
     done = len(outcome.compared)
     count = len(outcome.promotions)
-    worse = sum(_gained(compared) <= 0 for compared in outcome.compared)
+    worse = sum(compared.gain.low <= 0 for compared in outcome.compared)
     return [
         _none("bad drafts", f"promoted, of {len(bad)}", promoted, len(bad) == len(PLAN)),
         *map(_roll_back_goal, outcome.planted),
         Goal("promotions", "by rule", str(count), ">= 1", count >= 1),
-        _none("promotions", f"of {done} not better in a paired run", worse, count == done > 0),
+        _none(
+            "promotions",
+            f"of {done} not accepted more often by the pairs' interval",
+            worse,
+            count == done > 0,
+        ),
     ]
 
 
@@ -337,11 +342,6 @@ def _audit_goals(outcome: Outcome, least: int) -> list[Goal]:
 
 def _none(name: str, what: str, count: int, is_measured: bool) -> Goal:
     return Goal(name, what, str(count) if is_measured else "not measured", "0", is_measured and not count)
-
-
-def _gained(compared: Comparison) -> float:
-    """Return by how much more often the first draft token of the promoted draft was accepted."""
-    return compared.acceptance_gain
 
 
 def record(given: argparse.Namespace, outcome: Outcome, goals: Sequence[Goal]) -> None:

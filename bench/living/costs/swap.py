@@ -127,7 +127,7 @@ class SwapCosts:
         )
         gap = Goal(
             "swap",
-            f"longest gap of the most delayed stream beside calm, in rounds, {streams} streams",
+            f"longest gap of the most delayed stream beside calm, in rounds, median swap, {streams} streams",
             str(delay),
             f"<= {MOST_ROUNDS}",
             has_drafts and delay.median <= MOST_ROUNDS,

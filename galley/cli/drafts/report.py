@@ -15,10 +15,10 @@ from galley.core.versions.counts import Estimate, VersionCounts
 from galley.core.versions.rule import Rule, decide
 from galley.core.versions.split import ARMS, Arm, Split
 from galley.core.versions.state import MAX_REASON, VersionEvent, VersionState
+from galley.top.versions import ALL_STABLE
 
 Z = 1.96
 """Standard errors of the intervals: 95 % of them contain the true value."""
-NO_NAME = "(all stable)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def table_of(found: Sequence[Row]) -> Table:
     for row in found:
         counts = row.counts
         table.add_row(
-            one_line(row.version) or NO_NAME,
+            one_line(row.version) or ALL_STABLE,
             row.arm,
             str(len(row.replicas)),
             f"{row.share:.1%}",

@@ -107,9 +107,10 @@ async def test_a_promoted_bad_draft_is_a_missed_goal() -> None:
     assert missed(run) == ["bad drafts"]
 
 
-async def test_a_promotion_that_is_not_better_in_pairs_is_a_missed_goal() -> None:
+@pytest.mark.parametrize("after", [0.3, 0.45])
+async def test_a_promotion_that_is_not_better_in_pairs_is_a_missed_goal(after: float) -> None:
     run = await outcome()
-    run.compared = [compared(after=0.3)]
+    run.compared = [compared(after)]
     assert missed(run) == ["promotions"]
 
 
@@ -156,5 +157,5 @@ def trial(kind: str, ended_by: str, seconds: float) -> PlantedTrial:
 
 
 def compared(after: float) -> Comparison:
-    interval = Interval(0.0, 0.0, 0.0, 1)
-    return Comparison({BEFORE: {"traffic": 0.4}, AFTER: {"traffic": after}}, interval, interval, {})
+    gain, speed = Interval(after - 0.4, after - 0.5, after - 0.3, 7), Interval(1.0, 1.0, 1.0, 7)
+    return Comparison({BEFORE: {"traffic": 0.4}, AFTER: {"traffic": after}}, gain, speed, {})
