@@ -45,6 +45,7 @@ from galley.core.names import MODEL
 from galley.core.versions.state import VersionEvent
 from galley.distill.follow.journal import RECORD
 from galley.distill.work import kept_lines
+from galley.stack.endpoint import Endpoint
 from galley.stack.options import StackOptions
 from galley.stack.stack import Stack
 
@@ -83,7 +84,8 @@ def main() -> int:
     with TemporaryDirectory() as scratch:
         work = Path(scratch) / "learning"
         try:
-            outcome = asyncio.run(show(given, work))
+            with Endpoint() as endpoint:
+                outcome = asyncio.run(show(given, work, endpoint))
         except LearnerEnded as ended:
             raise SystemExit(f"the training has ended:\n{ended}") from None
         draft = work / "drafts" / outcome.stable
@@ -99,14 +101,17 @@ def main() -> int:
     return 0 if compared is not None and not audit["differing"] and not audit["damaged"] else 1
 
 
-async def show(given: argparse.Namespace, work: Path) -> Outcome:
-    """Run traffic and training for the given time."""
+async def show(given: argparse.Namespace, work: Path, endpoint: Endpoint) -> Outcome:
+    """Run traffic and training for the given time, in a stack that is announced at `endpoint`."""
     options = StackOptions(
         drafts=2,
         max_load_mib=512,
+        metrics=True,
         extra_args={"gateway": ["--learn-tokens", str(_SPOOL_TOKENS), "--audit-ratio", "0"]},
     )
     async with Stack(options) as stack, AsyncClient(stack.gateways[0]) as client:
+        endpoint.announce(stack.gateways[0], stack.services, stack.store_url)
+        print(f"galley top --stack {endpoint.name} shows it in another terminal", flush=True)
         versions = DraftVersions(stack.store_url)
         traffic = Traffic(GatewayLoop(client), WORKLOADS, 1, given.max_tokens, given.arm)
         watch = Watch(traffic, versions, work)
