@@ -19,7 +19,7 @@ async def scratch_directory() -> AsyncIterator[Path]:
     """Make a directory that only this user can read, and remove it; also those that killed processes left.
 
     A process holds a lock on its directory, so those of others that run are left alone. Files are removed in
-    threads, as that takes 10 ms and more for 64 MiB.
+    threads, as that takes 10 ms and more for 64 MiB, and also if the caller is cancelled meanwhile.
     """
     directory = Path(tempfile.mkdtemp(prefix=PREFIX))
     try:
@@ -27,7 +27,7 @@ async def scratch_directory() -> AsyncIterator[Path]:
             await asyncio.to_thread(_remove_stale)
             yield directory
     finally:
-        await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+        await asyncio.shield(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True))
 
 
 def _remove_stale() -> None:
