@@ -32,7 +32,7 @@ FAMILIES: dict[str, Metric] = {metric.prometheus: metric for metric in METRICS}
 TRACED = frozenset(value for name, value in vars(names).items() if name.isupper())
 
 # A word in single quotes is a key of the store.
-_NAME = re.compile(r"(?<![\w:.$'])((?:galley|gen_ai)[_:][\w:]*)\s*(?:\{([^}]*)\})?")
+_NAME = re.compile(r"(?<![\w:.$'\"])((?:galley|gen_ai)[_:][\w:]*)\s*(?:\{([^}]*)\})?")
 _GROUPED = re.compile(r"\b(?:by|on|without|ignoring|group_left|group_right)\s*\(([^)]*)\)")
 _MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
 

@@ -89,7 +89,9 @@ async def opened(browser: Browser, address: str, *expected: str) -> AsyncIterato
     await page.until("document.querySelector('#model').textContent === 'tiny'")
     yield page
     assert [url for url in browser.requests if not url.startswith(page.origin)] == []
-    assert [one for one in browser.complaints if not any(text in one for text in expected)] == []
+    # A page before may still have asked its own gateway, which is gone.
+    own = [one for one in browser.complaints if "http://127.0.0.1:" not in one or page.origin in one]
+    assert [one for one in own if not any(text in one for text in expected)] == []
 
 
 @pytest.fixture
