@@ -7,7 +7,6 @@ the new ones, and those that are open end with the ones that they began with.
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -101,19 +100,15 @@ class DraftReplacement:
         return version
 
     async def _loaded(self, directory: Path) -> Mapping[str, Strategy]:
-        loading = asyncio.ensure_future(in_passing_thread(self._load_and_remove, directory))
+        loading = asyncio.ensure_future(
+            in_passing_thread(load_replacement, self._settings, directory, self._info, self._lookups)
+        )
         try:
             return await _result_of_thread(loading)
         except OutOfMemory as error:
             raise Overloaded(_problem(error, directory), _RETRY_AFTER_S) from error
         except CallerFault as error:
             raise InvalidField("draft", _problem(error, directory)) from error
-
-    def _load_and_remove(self, directory: Path) -> Mapping[str, Strategy]:
-        try:
-            return load_replacement(self._settings, directory, self._info, self._lookups)
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
 
 
 async def _result_of_thread(loading: asyncio.Task[T]) -> T:
