@@ -17,7 +17,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 import structlog
 
 from bench.harness import result_path, write_record
+from bench.living.checks import Audits
 from galley import AsyncClient, Speculation
 from galley.client.audit import AuditReport, Verdict
 from galley.client.errors import ResourceExhaustedError, UnavailableError
@@ -84,10 +84,10 @@ async def prove(directory: Path, store: Server, faults: int, tokens: int) -> dic
         "planted": faults * (len(FAULTS) + 1),
         "found": dict(found),
         "audits": audited.verdicts,
-        "tokens": audited.compared,
+        "tokens": audited.tokens,
         "differing": audited.differing,
         "seconds": round(time.monotonic() - began_s, 1),
-        "met": found.total() == faults * (len(FAULTS) + 1) and audited.is_clean,
+        "met": found.total() == faults * (len(FAULTS) + 1) and audited.sessions > 0 and audited.is_clean,
     }
 
 
@@ -125,29 +125,11 @@ def is_exact(report: AuditReport, received: Received, differing: list[int]) -> b
     )
 
 
-@dataclass(slots=True)
-class Found:
-    """The sums over audits: the number of verdicts of each kind, and of tokens."""
-
-    verdicts: Counter[str] = field(default_factory=Counter)
-    compared: int = 0
-    differing: int = 0
-
-    @property
-    def is_clean(self) -> bool:
-        return self.differing == 0 and set(self.verdicts) == {"same"}
-
-    def add(self, report: AuditReport) -> None:
-        self.verdicts[report.verdict.value] += 1
-        self.compared += report.compared
-        self.differing += report.differing
-
-
-async def audit_many(directory: Path, tiny: Path, store: Server, tokens: int) -> Found:
+async def audit_many(directory: Path, tiny: Path, store: Server, tokens: int) -> Audits:
     """Serve and audit sessions of all kinds until so many tokens were compared."""
-    found, number = Found(), 0
+    found, number = Audits(), 0
     given: dict[str, Any] = {"drafts": True, "max_sessions": 16 * STREAMS}
-    while found.compared < tokens:
+    while found.tokens < tokens:
         async with (
             Real(directory, tiny, store.url, engines=[paged, paged], **given) as real,
             AsyncClient(real.gateway.address, retries=Retries(start_patience_s=60)) as client,
@@ -158,7 +140,7 @@ async def audit_many(directory: Path, tiny: Path, store: Server, tokens: int) ->
                     found.add(report)
                 number += STREAMS
         print(
-            f"{found.compared:,} tokens of {number:,} sessions audited, {found.differing:,} differ",
+            f"{found.tokens:,} tokens of {number:,} sessions audited, {found.differing:,} differ",
             flush=True,
         )
     return found

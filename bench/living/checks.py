@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from bench.living.sessions import Finished
 from galley import AsyncClient, GalleyRpcError
 from galley.bench.closed_loop import OFF, GatewayLoop
-from galley.core.audit import Verdict
+from galley.client.audit import AuditReport, Verdict
 
 
 @dataclass(slots=True)
@@ -31,6 +31,13 @@ class Audits:
     def count(self, verdict: str) -> None:
         self.verdicts[verdict] = self.verdicts.get(verdict, 0) + 1
 
+    def add(self, report: AuditReport) -> None:
+        self.sessions += 1
+        self.tokens += report.compared
+        self.differing += report.differing
+        self.deterministic += report.deterministic
+        self.count(report.verdict.value)
+
     @property
     def is_clean(self) -> bool:
         return not self.differing and not self.other_lengths and set(self.verdicts) <= {Verdict.SAME.value}
@@ -49,12 +56,8 @@ async def audit(
             audits.count("failed")
             audits.problems.append(str(error))
             return
-        audits.sessions += 1
-        audits.tokens += report.compared
-        audits.differing += report.differing
+        audits.add(report)
         audits.other_lengths += report.output_tokens != len(session.tokens)
-        audits.deterministic += report.deterministic
-        audits.count(report.verdict.value)
         if audits.sessions % 500 == 0:
             say(f"audited {audits.sessions} of {len(finished)} sessions, {audits.differing} tokens differ")
 
