@@ -329,8 +329,7 @@ class DraftLoop:
         except GalleyError as overloaded:
             request.outcome = overloaded
             return before
-        session.tokens[sent.start :] = sent.tokens
-        session.confirmed = sent.position - job.ahead
+        session.follow(sent, job.ahead)
         session.states = session.states.joined(job.states)
         request.hash = prefix_hash(session.tokens)
         request.strategy = self._strategies[job.strategy]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from galley.core.content import common_prefix_len
 from galley.core.errors import GalleyError
 from galley.core.features import NO_STATES, States
 from galley.core.grammar.compiled import CompiledGrammar
@@ -27,6 +28,17 @@ class DraftSession:
         self.confirmed = 0
         self.room = 0
         self.states: States = NO_STATES
+
+    def follow(self, sent: Slice, ahead: int) -> None:
+        """Take the tokens of a slice, whose last `ahead` are draft tokens.
+
+        Drop the states of tokens that it replaces, and of the last confirmed one: a store that lost its
+        latest writes may let a session begin again from fewer tokens.
+        """
+        same = sent.start + common_prefix_len(self.tokens[sent.start :], sent.tokens)
+        self.tokens[sent.start :] = sent.tokens
+        self.confirmed = sent.position - ahead
+        self.states = self.states.until(min(same, self.confirmed - 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,10 +46,13 @@ class _Memory:
     own: dict[Path, Tensor] = field(default_factory=dict)
 
     def follow(self, session: DraftSession) -> None:
-        """Keep the own states of tokens that the session may still have."""
+        """Keep the states of tokens that the session may still have."""
         known, tokens = len(self.confirmed), session.tokens
         new = tuple(tokens[known : session.confirmed])
-        if session.confirmed < known or tokens[:known] != self.confirmed or len(self.own) > _MOST_OWN:
+        same = common_prefix_len(self.confirmed, tokens[: session.confirmed])
+        if same < known:
+            self.held = self.held.until(min(same, session.confirmed - 1))
+        if same < known or len(self.own) > _MOST_OWN:
             self.own = {}
         ahead = tuple(tokens[session.confirmed :])
         kept = {path[len(new) :]: state for path, state in self.own.items() if path[: len(new)] == new}

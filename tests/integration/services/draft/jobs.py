@@ -36,6 +36,5 @@ def job_of(
         min_tokens=0,
         grammar_hash=b"" if grammar is None else grammar.content_hash,
     )
-    session.tokens[start:] = own.tokens
-    session.confirmed = len(tokens) - ahead
+    session.follow(own, ahead)
     return DraftJob(own, session, k, workload, grammar, width)

@@ -240,6 +240,27 @@ def test_states_that_are_lost_leave_a_draft_that_goes_on(pair: Pair, steps: Coun
     assert steps.rows[0] == 2
 
 
+@pytest.mark.parametrize("again", [PROMPT, [*PROMPT[:-1], 46, 47]], ids=["fewer tokens", "other tokens"])
+def test_states_of_tokens_that_a_session_begins_again_without_are_dropped(
+    pair: Pair, again: list[int]
+) -> None:
+    session, tokens = DraftSession(), [*PROMPT, 45, 46]
+    job_of(session, tokens, K)
+    session.states = pair.states(2, len(tokens) - 3)
+    job_of(session, again, K)
+    assert session.states == pair.states(2, len(PROMPT) - 3)
+
+
+def test_states_of_tokens_that_were_replaced_are_not_read(pair: Pair, steps: Counting) -> None:
+    strategy, session = ModelStrategy(steps), DraftSession()
+    run(strategy, session, [*PROMPT, 45, 46, 47], pair.states(0, len(PROMPT) + 2))
+    run(strategy, session, [*PROMPT, 48], NO_STATES)
+    tokens = [*PROMPT, 48, 49, 50]
+    found = run(strategy, session, tokens, NO_STATES)
+    assert not found.used_features
+    assert found.tokens == pair.drafted(tokens, K, [range(len(PROMPT) - 1)])
+
+
 def test_states_of_rows_before_those_that_have_read_one_are_not_worth_feeding_them_again(
     pair: Pair, steps: Counting
 ) -> None:
@@ -289,9 +310,10 @@ def test_tokens_ahead_read_the_drafts_own_states(pair: Pair, steps: Counting, wi
 def test_sessions_in_one_step_do_not_read_each_others_states(pair: Pair, steps: Counting) -> None:
     strategy = ModelStrategy(steps)
     sessions = [DraftSession() for _ in KNOWN]
+    jobs = [job_of(session, PROMPT, K, sampling=GREEDY) for session in sessions]
     for session, known in zip(sessions, KNOWN, strict=True):
         session.states = pair.states(*KNOWN[known])
-    proposals = strategy.begin([job_of(session, PROMPT, K, sampling=GREEDY) for session in sessions])
+    proposals = strategy.begin(jobs)
     while going := [proposal for proposal in proposals if not proposal.done]:
         strategy.advance(going)
     for proposal, known in zip(proposals, KNOWN, strict=True):
