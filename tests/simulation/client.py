@@ -70,6 +70,8 @@ class SimClient:
         self.heard_s = 0.0
         """When it last got tokens, or opened its stream."""
         self.opened_s = 0.0
+        self.resumes = False
+        """True if its stream continues a session that was there before."""
         self.planned = planned
         self.error: GalleyRpcError | None = None
         """The error that ended its last stream."""
@@ -135,6 +137,7 @@ class SimClient:
 
     def _open(self) -> AsyncStream:
         planned, before = self.planned, self.stream
+        self.resumes = before is not None and bool(before.session_id)
         if before is None or not before.session_id:
             self._at = 0
             return self._client.stream(planned.spec.prompt, **planned.options())

@@ -90,6 +90,7 @@ class Ledger:
         self.owned_at: dict[str, float] = {}
         self.left_at: dict[str, float] = {}
         """When its latest owner left a session, or took one that it does not run yet."""
+        self.made_at: dict[str, float] = {}
         self.was_streamed: set[str] = set()
         self.rests_until_s = 0.0
         self.roll_backs = 0
@@ -213,6 +214,7 @@ class Ledger:
 
     def made(self, session_id: str) -> None:
         """Note that the store creates a session that it does not hold: its epochs start again."""
+        self.made_at[session_id] = asyncio.get_running_loop().time()
         session = self._records[session_id]
         if session.epochs or len(session.log) > len(session.spec.prompt):
             self.met["made again"] += 1

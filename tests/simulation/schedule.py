@@ -192,8 +192,12 @@ class Schedule:
 
     @property
     def healed_s(self) -> float:
-        faults_s = max((fault.at_s + fault.for_s for fault in self.faults), default=0.0)
+        faults_s = max((fault.at_s + self._lasts_s(fault) for fault in self.faults), default=0.0)
         return faults_s if self.versions is None else max(faults_s, self.versions.settled_s)
+
+    def _lasts_s(self, fault: Fault) -> float:
+        """Return how long a fault is in force; one that drains is replaced when its time is over."""
+        return self.timing.drain_s if fault.kind == "drain" else fault.for_s
 
     def with_faults(self, faults: tuple[Fault, ...]) -> Schedule:
         return replace(self, faults=faults)

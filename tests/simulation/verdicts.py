@@ -94,9 +94,15 @@ class Verdicts:
             ledger.violate(f"{client.process.name}: {what}")
 
     def _forgotten(self, client: SimClient) -> None:
-        """Check the loss of a session: one that its owner renews, or has just renewed, must not expire."""
+        """Check the loss of a session: one that its owner renews, or has just renewed, must not expire.
+
+        One that somebody has made again since the client asked for the rest may have been gone before.
+        """
         world, timing = self._world, self._world.schedule.timing
-        left_s = world.ledger.left_at.get(client.spec.session_id, math.inf)
+        session_id = client.spec.session_id
+        if client.resumes and world.ledger.made_at[session_id] > client.opened_s:
+            return
+        left_s = world.ledger.left_at.get(session_id, math.inf)
         if _now_s() - left_s < 0.9 * (timing.ttl_s - timing.renew_s) and world.has_only(LEAVE_OWNERS):
             world.ledger.violate(f"{client.process.name}: its session has expired")
 
