@@ -108,6 +108,11 @@ class SessionLimits:
     max_draft_cooldown_ns: int = 2_000 * _MS
 
 
+def _are_verdicts(events: Sequence[ev.Event]) -> bool:
+    """Return True if these are two verdicts of one Verify."""
+    return len(events) > 1 and all(isinstance(event, ev.Verified) for event in events)
+
+
 class Session:
     """One session. Call `start` once, then `step` with each event."""
 
@@ -150,6 +155,8 @@ class Session:
         self._stored_ending = finished
         self._finish_requested = False
         self._is_draining = False
+        self._verdict_follows = False
+        """True if a further verdict came with the present one: what to draft is decided after the last."""
         self._lacks_room = False
         """True while the log or the client keeps the open Verify from getting the credit that is due."""
         self._last_request_id = 0
@@ -180,11 +187,12 @@ class Session:
 
         Raise Broken if an event cannot occur in this phase.
         """
-        for event in events:
+        for number, event in enumerate(events, 1):
             if self.phase is Phase.ENDED:
                 break
             if isinstance(event, _RESPONSES) and self._is_stale(event):
                 continue
+            self._verdict_follows = _are_verdicts(events[number - 1 : number + 1])
             phases, handler = TRANSITIONS[type(event)]
             if self.phase not in phases:
                 raise Broken(f"session: event {type(event).__name__} in phase {self.phase.name}")
@@ -235,8 +243,14 @@ class Session:
     def _begin_round(self, now: int) -> Sequence[str]:
         """Begin a round; return the sources of draft tokens that the session itself has added to its hint."""
         self._round = Round(now, with_credit=self._verifying.credit > 0)
-        added = () if self._sources is None else self._propose_locally(self._sources, now)
-        if self._draft_ahead(now):
+        added: Sequence[str] = ()
+        if self._verdict_follows:
+            is_ready = bool(self._tail().draft_tokens)
+        else:
+            if self._sources is not None:
+                added = self._propose_locally(self._sources, now)
+            is_ready = self._draft_ahead(now)
+        if is_ready:
             self._round.overlap = "hit"
         elif self._drafting.pending is not None:
             self._round.overlap = "miss"
@@ -503,7 +517,8 @@ class Session:
         over = self.answer.ending is not None or self._is_draining
         if event.more and not over:
             added = self._begin_round(now)
-            self._extend_verify(self._hint_from(self._tail()) if added else None, added)
+            if not self._verdict_follows:
+                self._extend_verify(self._hint_from(self._tail()) if added else None, added)
             return
         if event.more:
             self._cancel_verify()

@@ -61,6 +61,20 @@ def test_verdicts_that_come_together_share_a_commit() -> None:
     assert (emit.start, emit.end) == (0, 5)
 
 
+def test_verdicts_that_come_together_request_one_proposal() -> None:
+    """An earlier one would be for a token that is confirmed already."""
+    here = world(credit=8, length=20)
+    here.deliver()
+    for _ in range(5):
+        here.target_passes()
+    effects = here.session.step(*here.answers, now=here.now)
+    assert len([effect for effect in effects if isinstance(effect, ev.RoundEnded)]) == 5
+    [request] = [effect for effect in effects if isinstance(effect, ev.Propose)]
+    assert len(request.slice.tokens) == 8
+    assert len([effect for effect in effects if isinstance(effect, ev.CancelPropose)]) == 1
+    assert len([effect for effect in effects if isinstance(effect, ev.ExtendVerify)]) <= 1
+
+
 def test_the_first_verify_does_not_wait_for_a_proposal() -> None:
     here = world()
     [request] = here.to_target
