@@ -244,8 +244,13 @@ async def trial(model: Path, streams: int, max_tokens: int, seed: int, log_dir: 
         replicas=2,
         drafts=2,
         log_dir=log_dir,
-        # A restarted store then loads the sessions of a minute, not those of the whole run.
-        extra_args={"gateway": ("--finished-ttl-s", "60", *(f"{flag}={s}" for flag, s in GIVE_UPS.items()))},
+        extra_args={
+            # A restarted store then loads the sessions of a minute, not those of the whole run.
+            "gateway": ("--finished-ttl-s", "60", *(f"{flag}={s}" for flag, s in GIVE_UPS.items())),
+            # By default a killed store may lose what it acknowledged while it was syncing its file. If the
+            # owner is killed at the same time, nobody writes a new session again.
+            "valkey": ("--appendfsync", "always"),
+        },
     )
     async with AsyncExitStack() as opened:
         links = await opened.enter_async_context(Links(seed, StoreClock(log_dir / "clock")))
