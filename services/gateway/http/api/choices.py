@@ -40,12 +40,15 @@ class Choice:
         self.session = session
         self.rounds = rounds
         self.position = position
-        self._hash = RunningHash(session.answer.output[: position.index])
+        self._hash: RunningHash | None = None
 
     def begin(self) -> None:
         self.position = replace(self.position, has_begun=True)
 
     def advance(self, chunk: Chunk) -> None:
+        if self._hash is None:
+            # Not before: an answer whose log lost tokens that the client has is computed again up to there.
+            self._hash = RunningHash(self.session.answer.output[: chunk.index])
         self._hash.add(chunk.tokens)
         self.position = Position(
             chunk.index + len(chunk.tokens), self._hash.digest(), has_begun=True, has_ended=False

@@ -68,8 +68,8 @@ class PartsStream(ResponseEvents):
         await self._parts.skip(self._former.index)
         self._tokens: list[tuple[int, bool]] = []
         """Those since the last one that caused an event, each with whether it was drafted."""
-        self._hash = RunningHash(session.answer.output[: self._former.index])
-        self._place = Position(self._former.index, self._hash.digest(), has_begun=True)
+        self._hash: RunningHash | None = None
+        self._place = Position(self._former.index, self._former.seen_hash, has_begun=True)
         await self.open(session.spec.session_id)
         if not self._former.has_begun:
             response = self._objects.response()
@@ -79,10 +79,13 @@ class PartsStream(ResponseEvents):
                 fields = {"type": kind, "sequence_number": number}
                 await self.write(typed_event(kind, str(place), with_json(fields, "response", response)))
 
-    async def item(self, choice: Choice, item: Chunk | NumericsChanged) -> None:  # noqa: ARG002  # a Reader
+    async def item(self, choice: Choice, item: Chunk | NumericsChanged) -> None:
         if isinstance(item, NumericsChanged):
             return
         written: list[_Written] = []
+        if self._hash is None:
+            # Not before: an answer whose log lost tokens that the client has is computed again up to there.
+            self._hash = RunningHash(choice.session.answer.output[: item.index])
         for index, (token, drafted) in enumerate(zip(item.tokens, item.from_draft, strict=True), item.index):
             if self._form.token_ids:
                 self._tokens.append((token, drafted))
