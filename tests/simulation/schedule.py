@@ -196,7 +196,7 @@ class Schedule:
         return faults_s if self.versions is None else max(faults_s, self.versions.settled_s)
 
     def _lasts_s(self, fault: Fault) -> float:
-        """Return how long a fault is in force; one that drains is replaced when its time is over."""
+        """Return how long a fault is in force: a part that drains is replaced after `drain_s`."""
         return self.timing.drain_s if fault.kind == "drain" else fault.for_s
 
     def with_faults(self, faults: tuple[Fault, ...]) -> Schedule:

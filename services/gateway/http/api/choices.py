@@ -47,12 +47,19 @@ class Choice:
 
     def advance(self, chunk: Chunk) -> None:
         if self._hash is None:
-            # Not before: an answer whose log lost tokens that the client has is computed again up to there.
-            self._hash = RunningHash(self.session.answer.output[: chunk.index])
+            self._hash = self.hash_before(chunk.index)
         self._hash.add(chunk.tokens)
         self.position = Position(
             chunk.index + len(chunk.tokens), self._hash.digest(), has_begun=True, has_ended=False
         )
+
+    def hash_before(self, index: int) -> RunningHash:
+        """Begin the hash of the answer with its tokens before `index`, the first of a chunk that has come.
+
+        Before its first chunk, an answer may have fewer tokens than the client: a store can lose the latest,
+        and a target then computes them again.
+        """
+        return RunningHash(self.session.answer.output[:index])
 
     def end(self) -> None:
         self.position = replace(self.position, has_begun=True, has_ended=True)

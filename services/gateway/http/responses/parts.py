@@ -84,8 +84,7 @@ class PartsStream(ResponseEvents):
             return
         written: list[_Written] = []
         if self._hash is None:
-            # Not before: an answer whose log lost tokens that the client has is computed again up to there.
-            self._hash = RunningHash(choice.session.answer.output[: item.index])
+            self._hash = choice.hash_before(item.index)
         for index, (token, drafted) in enumerate(zip(item.tokens, item.from_draft, strict=True), item.index):
             if self._form.token_ids:
                 self._tokens.append((token, drafted))
