@@ -19,7 +19,7 @@ from galley.core.session.machine import Session
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.generation import AnswerStream, Generation, Request
 from services.gateway.http.api.format import Format, choice_id
-from services.gateway.http.api.positions import START, Position
+from services.gateway.http.api.positions import START, Position, position_before
 from services.gateway.http.api.rounds import Rounds
 from services.gateway.http.transport.http_call import HttpCall
 from services.gateway.session.runner import SessionRunner
@@ -42,26 +42,29 @@ class Choice:
         self.position = position
         self._hash: RunningHash | None = None
 
+    @property
+    def has_advanced(self) -> bool:
+        """Return False before the first chunk.
+
+        Until then, the answer may have fewer tokens than the client: a store can lose the latest, which a
+        target then computes again.
+        """
+        return self._hash is not None
+
     def begin(self) -> None:
         self.position = replace(self.position, has_begun=True)
 
     def advance(self, chunk: Chunk) -> None:
         if self._hash is None:
-            self._hash = self.hash_before(chunk.index)
+            self._hash = RunningHash(self.session.answer.output[: chunk.index])
         self._hash.add(chunk.tokens)
         self.position = Position(
             chunk.index + len(chunk.tokens), self._hash.digest(), has_begun=True, has_ended=False
         )
 
-    def hash_before(self, index: int) -> RunningHash:
-        """Begin the hash of the answer with its tokens before `index`, the first of a chunk that has come.
-
-        Before its first chunk, an answer may have fewer tokens than the client: a store can lose the latest,
-        and a target then computes them again.
-        """
-        return RunningHash(self.session.answer.output[:index])
-
     def end(self) -> None:
+        if not self.position.seen_hash:
+            self.position = position_before(self.position.index, self.session.answer.output)
         self.position = replace(self.position, has_begun=True, has_ended=True)
 
 

@@ -14,7 +14,7 @@ from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from galley.core.content import HASH_BYTES
+from galley.core.content import HASH_BYTES, prefix_hash
 from galley.core.errors import InvalidField
 
 DONE = "done"
@@ -48,6 +48,15 @@ class Position:
 
 
 START = Position()
+
+
+def position_before(index: int, output: Sequence[int]) -> Position:
+    """Return the place before output token `index`, without a hash if the output does not reach so far.
+
+    A store can lose the latest tokens, which a target then computes again.
+    """
+    seen = prefix_hash(output[:index]) if 0 < index <= len(output) else b""
+    return Position(index, seen, has_begun=True)
 
 
 def event_id(positions: Sequence[Position]) -> str:

@@ -97,15 +97,10 @@ class EventStream(EventWriter):
 
     async def begin(self, choices: Sequence[Choice]) -> None:
         self._choices = choices
-        if self._form.kind == "completion" and choices[0].session.spec.logprobs is not None:
-            for choice in choices:
-                self._offsets[choice.index] = await self._length_seen(choice)
         if self._form.has_parts:
             self._readers = [
                 OutputReader(self._form, self._model.tokenizer, one.session.answer) for one in choices
             ]
-            for reader, choice in zip(self._readers, choices, strict=True):
-                await reader.read(choice.position.index)
         self._name_build(choices[0].session.answer.fingerprint)
         await self.open(choices[0].session.spec.session_id)
         for choice in choices:
@@ -115,6 +110,8 @@ class EventStream(EventWriter):
     async def item(self, choice: Choice, item: Chunk | NumericsChanged) -> None:
         if isinstance(item, NumericsChanged):
             return  # each event names the build of its tokens
+        if not choice.has_advanced:
+            await self._read_seen(choice)
         choice.advance(item)
         delta = self._delta(choice, item)
         if not (delta or item.logprobs or self._form.token_ids or self._form.rounds):
@@ -125,6 +122,8 @@ class EventStream(EventWriter):
         await self.write(self._event(choice, delta, self._details(choice, item)))
 
     async def end(self, choice: Choice, answer: AnswerStream) -> None:
+        if not choice.has_advanced:
+            await self._read_seen(choice)
         choice.end()
         if not self._former[choice.index].has_ended and answer.ending is not None:
             delta: Mapping[str, Any] = {}
@@ -157,6 +156,13 @@ class EventStream(EventWriter):
     def _name_build(self, build: str | None) -> None:
         identity = Identity.of(self._choices[0].session, self._form, self._model, build)
         self._build, self._head = build, identity.head(stream=True)
+
+    async def _read_seen(self, choice: Choice) -> None:
+        """Read the tokens that the client has, once the answer has them, too."""
+        if self._readers:
+            await self._readers[choice.index].read(choice.position.index)
+        elif self._form.kind == "completion" and choice.session.spec.logprobs is not None:
+            self._offsets[choice.index] = await self._length_seen(choice)
 
     async def _length_seen(self, choice: Choice) -> int:
         """Return the length of the texts of the tokens that the client has."""

@@ -29,6 +29,7 @@ from services.gateway.http.responses.writers import response_stream
 from services.gateway.http.transport.errors import Refused
 from services.gateway.http.transport.front import CALL
 from services.gateway.http.transport.http_call import HttpCall
+from services.gateway.session.replay import stored_spec
 
 ROUTE = "/v1/responses/{response_id}"
 
@@ -86,7 +87,8 @@ class Responses:
         position = START
         if starting_after is not None:
             find = place_after if form.has_parts else position_after
-            after = find(starting_after, output, has_ended=stored.state == "finished")
+            most = stored_spec(stored).max_position - stored.prompt_len
+            after = find(starting_after, output, most, has_ended=stored.state == "finished")
             if after is None:
                 return Response(status_code=204)
             position = after

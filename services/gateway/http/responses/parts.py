@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from galley.core.answer.answer import Chunk, NumericsChanged
-from galley.core.content import RunningHash, prefix_hash
+from galley.core.content import RunningHash
 from galley.core.errors import InvalidField
 from services.gateway.generation import AnswerStream
 from services.gateway.http.api.choices import Choice
-from services.gateway.http.api.positions import DONE, Position
+from services.gateway.http.api.positions import DONE, Position, position_before
 from services.gateway.http.responses.items import Event, PartsReader
 from services.gateway.http.responses.stream import ResponseEvents, typed_event
 from services.gateway.http.transport.encoding import with_json
@@ -65,7 +65,6 @@ class PartsStream(ResponseEvents):
     async def begin(self, choices: Sequence[Choice]) -> None:
         session = self.describe(choices)
         self._parts = PartsReader(self._form, self._model, session.answer)
-        await self._parts.skip(self._former.index)
         self._tokens: list[tuple[int, bool]] = []
         """Those since the last one that caused an event, each with whether it was drafted."""
         self._hash: RunningHash | None = None
@@ -83,19 +82,20 @@ class PartsStream(ResponseEvents):
         if isinstance(item, NumericsChanged):
             return
         written: list[_Written] = []
-        if self._hash is None:
-            self._hash = choice.hash_before(item.index)
+        seen = self._hash or await self._read_seen(choice)
         for index, (token, drafted) in enumerate(zip(item.tokens, item.from_draft, strict=True), item.index):
             if self._form.token_ids:
                 self._tokens.append((token, drafted))
             self._add(written, self._parts.push(index, token))
-            self._hash.add([token])
-            self._place = Position(index + 1, self._hash.digest(), has_begun=True)
+            seen.add([token])
+            self._place = Position(index + 1, seen.digest(), has_begun=True)
         await self._write(written)
 
-    async def end(self, choice: Choice, answer: AnswerStream) -> None:  # noqa: ARG002  # a Reader
+    async def end(self, choice: Choice, answer: AnswerStream) -> None:
         if answer.ending is None:
             return
+        if self._hash is None:
+            await self._read_seen(choice)
         objects = replace(self._objects, ending=answer.ending)
         written: list[_Written] = []
         self._add(written, [*self._parts.finish(), *self._parts.close(objects.item_status)])
@@ -105,6 +105,14 @@ class PartsStream(ResponseEvents):
         fields = {"type": last, "sequence_number": self.next_number, **self._take_tokens()}
         response = objects.response(await self._parts.items_json())
         await self.write(typed_event(last, DONE, with_json(fields, "response", response)), more=False)
+
+    async def _read_seen(self, choice: Choice) -> RunningHash:
+        """Read the tokens that the client has; not before the answer has them (`Choice.has_advanced`)."""
+        end = self._former.index
+        await self._parts.skip(end)
+        self._hash = RunningHash(choice.session.answer.output[:end])
+        self._place = Position(end, self._hash.digest(), has_begun=True)
+        return self._hash
 
     async def _write(self, written: Sequence[_Written]) -> None:
         """Send events together, but large ones each once the transport has room."""
@@ -148,13 +156,16 @@ class PartsStream(ResponseEvents):
         }
 
 
-def place_after(number: int, output: Sequence[int], *, has_ended: bool) -> Position | None:
-    """Return the place after the event of a sequence number; None after the last one. Raise InvalidField."""
+def place_after(number: int, output: Sequence[int], most: int, *, has_ended: bool) -> Position | None:
+    """Return the place after the event of a sequence number; None after the last one. Raise InvalidField.
+
+    Unless it has ended, the answer can have `most` tokens.
+    """
     if number < _OPENING:
         return Position(step=1) if number == 0 else Position(has_begun=True)
     index, step = divmod(number - _OPENING, _SLOTS)
     if has_ended and index == len(output) + 1:
         return None
-    if index > len(output):
+    if index > (len(output) if has_ended else most):
         raise InvalidField("starting_after", f"must be the number of an event of this response, got {number}")
-    return Position(index, prefix_hash(output[:index]) if index else b"", has_begun=True, step=step + 1)
+    return replace(position_before(index, output), step=step + 1)

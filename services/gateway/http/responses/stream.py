@@ -14,14 +14,13 @@ from starlette.types import Send
 
 from galley.common.logs import log_internal
 from galley.core.answer.answer import Chunk, NumericsChanged
-from galley.core.content import prefix_hash
 from galley.core.errors import InvalidField
 from galley.core.session.machine import Session
 from services.gateway.generation import AnswerStream, ServedModel
 from services.gateway.http.api.choices import Choice
 from services.gateway.http.api.format import Format
 from services.gateway.http.api.logprobs import chat_logprobs
-from services.gateway.http.api.positions import DONE, Position
+from services.gateway.http.api.positions import DONE, Position, position_before
 from services.gateway.http.api.stream import EventWriter
 from services.gateway.http.responses.objects import ResponseObjects
 from services.gateway.http.responses.record import Record
@@ -153,19 +152,20 @@ class ResponseStream(ResponseEvents):
             await self.write(event, more=count < len(events))
 
 
-def position_after(number: int, output: Sequence[int], *, has_ended: bool) -> Position | None:
-    """Return the place after the event of a sequence number; None after the last one. Raise InvalidField."""
+def position_after(number: int, output: Sequence[int], most: int, *, has_ended: bool) -> Position | None:
+    """Return the place after the event of a sequence number; None after the last one. Raise InvalidField.
+
+    Unless it has ended, the answer can have `most` tokens.
+    """
     if number < _LAST_OPENING:
         return Position(step=number + 1)
     index = number - _LAST_OPENING
-    step = index - len(output)
-    if (step > 0 and not has_ended) or step > 4:
+    step = max(index - len(output), 0) if has_ended else 0
+    if step > 4 or index - step > most:
         raise InvalidField("starting_after", f"must be the number of an event of this response, got {number}")
     if step == 4:
         return None
-    index = min(index, len(output))
-    seen = prefix_hash(output[:index]) if index else b""
-    return Position(index, seen, has_begun=True, has_ended=step > 0, step=max(step, 0))
+    return replace(position_before(index - step, output), has_ended=step > 0, step=step)
 
 
 def _written(
