@@ -70,6 +70,8 @@ class SimClient:
         self.heard_s = 0.0
         """When it last got tokens, or opened its stream."""
         self.opened_s = 0.0
+        self.went_elsewhere = False
+        """True if it cannot read any stream that it has opened so far, nor tell a gateway so."""
         self.resumes = False
         """True if its stream continues a session that was there before."""
         self.planned = planned
@@ -90,6 +92,7 @@ class SimClient:
         self.process.spawn(self._run())
 
     def go_elsewhere(self) -> None:
+        self.went_elsewhere = True
         self._world.network.move(self.process.name)
 
     def leave(self) -> None:
