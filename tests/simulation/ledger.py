@@ -216,13 +216,13 @@ class Ledger:
         """Note that the store creates a session that it does not hold: its epochs start again."""
         self.made_at[session_id] = asyncio.get_running_loop().time()
         session = self._records[session_id]
+        session.has_aborted = False
         if session.epochs or len(session.log) > len(session.spec.prompt):
             self.met["made again"] += 1
             self.forgotten.add(session_id)
             session.cut(len(session.spec.prompt))
             session.meta_bytes = 0
             session.acknowledged = 0
-            session.has_aborted = False
             session.epochs.clear()
             session.latest = 0
             session.holder = None
