@@ -23,13 +23,14 @@ from typing import Any, cast
 
 import grpc
 import psutil
-import uvloop
 
 from galley.common.config.settings import ServiceSettings
 from galley.common.logs import start_logging
 from galley.common.metrics.metering import start_metering
 from galley.common.models.files import tokenizer_hash
 from galley.common.models.grammars import ReplicaGrammars
+from galley.common.server.garbage import collect_as_it_grows
+from galley.common.server.loop import ServiceLoop
 from galley.common.server.process import die_with_parent, hand_back_free_memory
 from galley.common.server.server import Interceptors, Parts, RunningServer, start_server
 from galley.common.tracing.telemetry import start_telemetry
@@ -109,8 +110,7 @@ class Victim:
             os.environ["OTEL_TRACES_SAMPLER_ARG"] = "0.1"
         async with AsyncExitStack() as opened:
             await self._start(opened, *self._prepared())
-            gc.collect()
-            gc.freeze()  # as `run_service` does: collections skip what lives as long as the process
+            opened.callback(asyncio.create_task(collect_as_it_grows()).cancel)
             commands = await _lines()
             addresses = {self._service: self._running.address}
             if self._http:
@@ -282,7 +282,7 @@ def main() -> None:
     files_allowed()
     service, store, tokenizer, directory, peers = sys.argv[1:]
     start_logging(service, "info")
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=ServiceLoop) as runner:
         runner.run(Victim(service, store, Path(tokenizer), Path(directory), json.loads(peers)).serve())
 
 

@@ -17,6 +17,7 @@ from galley.common.metrics.metric import LabelValues, Metric
 
 Add: TypeAlias = "Callable[[Metric, Callable[[], Iterable[tuple[LabelValues, float]]]], None]"
 _PROC = Path("/proc/self")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _START_TIME = 22
 """Number of the field of /proc/self/stat, by proc(5)."""
 
@@ -25,13 +26,18 @@ def observe_process(add: Add) -> None:
     """Register the metrics; they are absent on other systems."""
     if not _PROC.exists():
         return
-    page, started_s = os.sysconf("SC_PAGE_SIZE"), _started_s()
+    started_s = _started_s()
     add(catalogue.PROCESS_START, lambda: [((), started_s)])
     add(catalogue.PROCESS_CPU, lambda: [((), time.process_time())])
-    add(catalogue.PROCESS_RESIDENT, lambda: [((), _pages(1) * page)])
-    add(catalogue.PROCESS_VIRTUAL, lambda: [((), _pages(0) * page)])
+    add(catalogue.PROCESS_RESIDENT, lambda: [((), resident_bytes())])
+    add(catalogue.PROCESS_VIRTUAL, lambda: [((), _pages(0) * _PAGE_BYTES)])
     add(catalogue.PROCESS_OPEN_FDS, _open_fds)
     add(catalogue.PROCESS_MAX_FDS, lambda: [((), resource.getrlimit(resource.RLIMIT_NOFILE)[0])])
+
+
+def resident_bytes() -> int:
+    """Return how much memory of the process is in RAM."""
+    return _pages(1) * _PAGE_BYTES
 
 
 def _pages(field: int) -> int:

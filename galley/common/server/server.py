@@ -7,7 +7,6 @@ serves, and reports that it is ready. A stop sets NOT_SERVING, drains, and close
 from __future__ import annotations
 
 import asyncio
-import gc
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,6 +23,7 @@ from galley.common.metrics.catalogue import SERVED_CERTIFICATE_EXPIRY
 from galley.common.metrics.metering import flush_telemetry, observe_expiry, start_metering
 from galley.common.metrics.registry import Registry
 from galley.common.server.deserialize import RequestInterceptor
+from galley.common.server.garbage import collect_as_it_grows
 from galley.common.server.health import HealthServicer, serve_health_only
 from galley.common.server.interceptors import StandardCallsInterceptor, StatusInterceptor
 from galley.common.server.listen import bind, server_files, server_options
@@ -34,9 +34,6 @@ from galley.common.tracing.telemetry import Telemetry, start_telemetry
 from galley.core.errors import GalleyError
 
 _LOG = get_logger(__name__)
-
-_GC_THRESHOLDS = (700, 5, 100)
-"""A full collection visits some 300 objects of each open session: it waits for 350,000 new objects."""
 
 # For calls that are open after the drain, such as health watches.
 _STOP_GRACE_S = 0.5
@@ -171,10 +168,7 @@ async def run_service(
         )
         if running is None:
             return
-        # What exists now (modules, a model) lives as long as the process; collections skip it.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*_GC_THRESHOLDS)
+        collections = asyncio.create_task(collect_as_it_grows())
         addresses = {
             "metrics": metering.address,
             "health": running.health_address,
@@ -185,6 +179,7 @@ async def run_service(
         parts.readiness.ready(running.address, **others)
         await stopped.wait()
         _LOG.info("server stopping")
+        collections.cancel()
         await running.stop()
         await flush_telemetry(telemetry, metering)
         # Only tasks of the transport should be left.

@@ -5,6 +5,7 @@ This is the only place that knows the mapping (the client reads statuses back in
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import grpc
@@ -93,12 +94,23 @@ def item_status(error: BaseException) -> pb.ItemStatus:
 
 
 async def abort(context: _Abortable, error: BaseException) -> NoReturn:
+    """End the call with the status of `error`: raise gRPC's AbortError."""
     metadata = ((DETAILS_KEY, rich_status(error).SerializeToString()),)
-    await context.abort(code_of(error), message_of(error), metadata)
-    raise error  # abort has raised; this line is for the type checker
+    try:
+        await context.abort(code_of(error), message_of(error), metadata)
+    except grpc.aio.AbortError as aborted:
+        # The call keeps it, and its traceback leads to the call: a cycle, which only a full collection frees.
+        context.add_done_callback(partial(_forget_origin, aborted))
+        raise
+
+
+def _forget_origin(error: BaseException, _: object) -> None:
+    error.__traceback__ = error.__context__ = None
 
 
 class _Abortable(Protocol):
+    def add_done_callback(self, callback: Any) -> None: ...
+
     async def abort(
         self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()
     ) -> NoReturn: ...

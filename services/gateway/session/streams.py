@@ -487,8 +487,8 @@ class Pump:
         self._handler = asyncio.current_task()
         self._observer = request_observer()
         self._observer.hold()
-        self._task = asyncio.create_task(self._run())
-        self._task.add_done_callback(lambda _: self._observer.release())
+        self._task: asyncio.Task[None] | None = asyncio.create_task(self._run())
+        self._task.add_done_callback(self._stopped)
         self._unread_end: asyncio.Task[None] | None = None
         # gRPC may drop the generator when the client leaves, but it always reports the end of the call.
         call.add_done_callback(once(self._call_ended))
@@ -499,7 +499,7 @@ class Pump:
             return
         self._has_left = True
         self._slot.used = self._used()
-        if self._task.done():
+        if self._task is None or self._task.done():
             return
         self._streams.keep(self._task, self._slot, self._used)
         if self._runner.session.spec.continue_without_client:
@@ -510,11 +510,15 @@ class Pump:
     def _used(self) -> int:
         return self._runner.session.answer.output_len - self._output_before
 
+    def _stopped(self, _: asyncio.Task[None]) -> None:
+        self._task = None  # a task that was cancelled keeps its frames, and so this object
+        self._observer.release()
+
     def _call_ended(self, ctx: object, /) -> None:  # noqa: ARG002  # the signature that grpc calls
         self.leave()
         if self._unread_end is not None:
             self._unread_end.cancel()
-            self._unread_end = None  # a task that was cancelled keeps its frames, and so this object
+            self._unread_end = None  # as `_task`
 
     async def _run(self) -> None:
         with self._streams.running(self._runner):

@@ -8,15 +8,19 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, cast
 
+import grpc
 import pytest
 
+from galley.core.errors import Overloaded
 from tests.fakes.http_client import BODY, Events, http_client
 from tests.fakes.waiting import PATIENCE_S
-from tests.fakes.world import Gateway, World
+from tests.fakes.world import Gateway, World, receive, refused
 
 
 @pytest.fixture(autouse=True)
-def no_collections() -> Iterator[None]:
+def no_collections(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("services.gateway.service._COLLECT_S", 1e6)
+    gc.collect()  # what other tests have left
     gc.disable()
     yield
     gc.enable()
@@ -53,3 +57,25 @@ async def test_a_stream_of_http_is_freed(world: World) -> None:
             world.target.gate.open()
             await events.listen(response)
         await freed(session)
+
+
+async def test_a_stream_that_its_client_cancels_is_freed(world: World) -> None:
+    gateway = await world.gateway()
+    stream, _ = await world.held(gateway, 2)
+    session = running_session(gateway)
+    stream.cancel()
+    await freed(session)
+    world.target.gate.open()
+
+
+async def test_a_refused_call_is_freed(world: World) -> None:
+    """gRPC keeps the error that ends a call with the call, and the error's traceback leads there."""
+    gateway = await world.gateway(max_sessions=1)
+    stream, _ = await world.held(gateway, 2)
+    error = await refused(receive(gateway.generate()))
+    assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    async with asyncio.timeout(PATIENCE_S):
+        while any(isinstance(found, Overloaded) for found in gc.get_objects()):  # noqa: ASYNC110  # as above
+            await asyncio.sleep(0.01)
+    stream.cancel()
+    world.target.gate.open()
