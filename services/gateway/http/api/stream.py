@@ -87,6 +87,8 @@ class EventStream(EventWriter):
         self._former = former
         self._prompt = prompt
         self._choices: Sequence[Choice] = ()
+        self._ended = 0
+        """How many of them have ended in this response; the client may know some as ended."""
         self._head = b""
         self._build: str | None = None
         """The build that `_head` names."""
@@ -135,7 +137,8 @@ class EventStream(EventWriter):
             reason, matched = finish_reason(answer.ending, has_calls=has_calls)
             end = {"finish_reason": reason, "stop_reason": matched}
             await self.write(self._event(choice, delta, end))
-        if all(one.position.has_ended for one in self._choices):
+        self._ended += 1
+        if self._ended == len(self._choices):
             await self._finish()
 
     async def fail(self, error: BaseException) -> None:

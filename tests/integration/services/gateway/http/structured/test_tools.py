@@ -119,6 +119,22 @@ async def test_reasoning_is_split_from_calls_and_content(client: HttpClient, ans
     assert streamed.usage["completion_tokens_details"]["reasoning_tokens"] == reasoning
 
 
+async def test_a_stream_of_several_choices_goes_on_after_one_has_ended(
+    client: HttpClient, answers: Answers
+) -> None:
+    answers.write("<think>Where?</think>Orlé.", "<think>Why?</think>So.")
+    body = {**BODY, "n": 2, "stream_options": {"include_usage": True}}
+    whole = await client.stream(PATH, body)
+    ended = [read for read, event in enumerate(whole.events, 1) if "!" in event.id]
+    assert len(ended) >= 2
+    for read in ended:
+        begun = whole.events[:read]
+        again = await client.resume(Events(list(begun), begun[-1].id, whole.session_id))
+        assert [event.data for event in again.events].count("[DONE]") == 1
+        assert again.usage == whole.usage
+        assert [merged(again, index) for index in range(2)] == [merged(whole, index) for index in range(2)]
+
+
 async def test_a_spelled_mark_is_text(client: HttpClient, answers: Answers) -> None:
     """The tokenizer has these marks as tokens, and grammars know them by their tokens alone."""
     spelled = f"So.\n{CALL}"
