@@ -29,7 +29,7 @@ from galley.common.logs import start_logging
 from galley.common.metrics.metering import start_metering
 from galley.common.models.files import tokenizer_hash
 from galley.common.models.grammars import ReplicaGrammars
-from galley.common.server.garbage import collect_as_it_grows
+from galley.common.server.garbage import collect_seldom
 from galley.common.server.loop import ServiceLoop
 from galley.common.server.process import die_with_parent, hand_back_free_memory
 from galley.common.server.server import Interceptors, Parts, RunningServer, start_server
@@ -110,7 +110,7 @@ class Victim:
             os.environ["OTEL_TRACES_SAMPLER_ARG"] = "0.1"
         async with AsyncExitStack() as opened:
             await self._start(opened, *self._prepared())
-            opened.callback(asyncio.create_task(collect_as_it_grows()).cancel)
+            opened.callback(collect_seldom().cancel)
             commands = await _lines()
             addresses = {self._service: self._running.address}
             if self._http:

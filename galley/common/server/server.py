@@ -23,7 +23,7 @@ from galley.common.metrics.catalogue import SERVED_CERTIFICATE_EXPIRY
 from galley.common.metrics.metering import flush_telemetry, observe_expiry, start_metering
 from galley.common.metrics.registry import Registry
 from galley.common.server.deserialize import RequestInterceptor
-from galley.common.server.garbage import collect_as_it_grows
+from galley.common.server.garbage import collect_seldom
 from galley.common.server.health import HealthServicer, serve_health_only
 from galley.common.server.interceptors import StandardCallsInterceptor, StatusInterceptor
 from galley.common.server.listen import bind, server_files, server_options
@@ -168,7 +168,7 @@ async def run_service(
         )
         if running is None:
             return
-        collections = asyncio.create_task(collect_as_it_grows())
+        collections = collect_seldom()
         addresses = {
             "metrics": metering.address,
             "health": running.health_address,

@@ -5,6 +5,7 @@ This is the only place that knows the mapping (the client reads statuses back in
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -100,7 +101,8 @@ async def abort(context: _Abortable, error: BaseException) -> NoReturn:
         await context.abort(code_of(error), message_of(error), metadata)
     except grpc.aio.AbortError as aborted:
         # The call keeps it, and its traceback leads to the call: a cycle, which only a full collection frees.
-        context.add_done_callback(partial(_forget_origin, aborted))
+        if (task := asyncio.current_task()) is not None:
+            task.add_done_callback(partial(_forget_origin, aborted))
         raise
 
 
@@ -109,8 +111,6 @@ def _forget_origin(error: BaseException, _: object) -> None:
 
 
 class _Abortable(Protocol):
-    def add_done_callback(self, callback: Any) -> None: ...
-
     async def abort(
         self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()
     ) -> NoReturn: ...

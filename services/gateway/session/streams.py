@@ -518,7 +518,7 @@ class Pump:
         self.leave()
         if self._unread_end is not None:
             self._unread_end.cancel()
-            self._unread_end = None  # as `_task`
+            self._unread_end = None  # it keeps its frames, too
 
     async def _run(self) -> None:
         with self._streams.running(self._runner):

@@ -15,6 +15,7 @@ from galley.core.errors import Overloaded
 from tests.fakes.http_client import BODY, Events, http_client
 from tests.fakes.waiting import PATIENCE_S
 from tests.fakes.world import Gateway, World, receive, refused
+from tests.integration.services.gateway.test_unread import SHORT, left_unread
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,7 @@ async def freed(session: weakref.ref[Any]) -> None:
 
 
 def refusals() -> list[Overloaded]:
-    return [found for found in gc.get_objects() if isinstance(found, Overloaded)]
+    return [found for found in gc.get_objects() if issubclass(type(found), Overloaded)]
 
 
 async def test_a_stream_of_grpc_is_freed(world: World) -> None:
@@ -83,3 +84,11 @@ async def test_a_refused_call_is_freed(world: World) -> None:
             await asyncio.sleep(0.01)
     stream.cancel()
     world.target.gate.open()
+
+
+async def test_a_stream_that_ended_as_unread_is_freed(world: World) -> None:
+    gateway = await world.gateway(client_timeout_s=0.5, max_sessions=1)
+    async with left_unread(gateway, SHORT, 1):
+        session = running_session(gateway)
+        await gateway.has_places()
+    await freed(session)

@@ -1,59 +1,77 @@
-"""Full collections come when a process has grown."""
+"""Full collections come when memory has grown or much time has passed, and not by counts of objects."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import weakref
-from collections.abc import Iterator
-from itertools import chain, repeat
+from collections.abc import Iterator, Sequence
 
 import pytest
 
-from galley.common.server.garbage import collect_as_it_grows
+from galley.common.server.garbage import collect_seldom
 from tests.fakes.waiting import PATIENCE_S
 
 MIB = 1 << 20
-
-
-class Knot:
-    """A cycle, which only a collection frees."""
-
-    def __init__(self) -> None:
-        self.own = self
+UNKNOWN = -1
 
 
 @pytest.fixture(autouse=True)
 def own_collections() -> Iterator[None]:
-    thresholds = gc.get_threshold()
+    thresholds, callbacks = gc.get_threshold(), list(gc.callbacks)
     yield
     gc.set_threshold(*thresholds)
+    gc.callbacks[:] = callbacks
     gc.unfreeze()
 
 
 @pytest.mark.parametrize(
-    ("sizes_mib", "collects"),
-    [((100, 355), False), ((100, 356), True), ((100, 40, 295), False), ((100, 40, 296), True)],
-    ids=["little growth", "growth", "little growth after a release", "growth after a release"],
+    ("sizes_mib", "collections"),
+    [
+        ([100, 355, 355], 0),
+        ([100, 356, 356], 1),
+        ([100, 40, 295, 295], 0),
+        ([100, 40, 296, 296], 1),
+        ([100, 356, 300, 555, 555], 1),
+        ([100, 356, 300, 556, 556], 2),
+        ([100, UNKNOWN, 355, UNKNOWN, 356, 356], 1),
+        ([UNKNOWN, 500, 500], 0),
+        ([100] * 599, 0),
+        ([100] * 600, 1),
+        ([UNKNOWN] * 600, 1),
+    ],
+    ids=[
+        "little growth",
+        "growth",
+        "little growth after a release",
+        "growth after a release",
+        "little growth after a collection",
+        "growth after a collection",
+        "growth that is not always seen",
+        "a size that is seen late",
+        "little time",
+        "time",
+        "time without sizes",
+    ],
 )
-async def test_growth_collects_what_has_lived_long(sizes_mib: tuple[int, ...], collects: bool) -> None:
-    looks = chain(sizes_mib, repeat(sizes_mib[-1]))
-    seen, looked = 0, asyncio.Event()
-    knots: list[weakref.ref[Knot]] = []
+async def test_full_collections(sizes_mib: Sequence[int], collections: int) -> None:
+    left, looked, collected = list(sizes_mib), asyncio.Event(), 0
 
     def resident() -> int:
-        nonlocal seen
-        if not knots:
-            knot = Knot()
-            gc.collect(1)  # it outlives the collections of the young
-            knots.append(weakref.ref(knot))
-        seen += 1
-        if seen > len(sizes_mib) + 2:
+        size_mib = left.pop(0)
+        if not left:
             looked.set()
-        return next(looks) * MIB
+            task.cancel()
+        if size_mib == UNKNOWN:
+            raise OSError("too many open files")
+        return size_mib * MIB
 
-    task = asyncio.create_task(collect_as_it_grows(resident, look_s=0.0))
+    def count(phase: str, info: dict[str, int]) -> None:
+        nonlocal collected
+        collected += phase == "stop" and info["generation"] == 2
+
+    task = collect_seldom(resident, look_s=0.0)
+    gc.callbacks.append(count)
     async with asyncio.timeout(PATIENCE_S):
         await looked.wait()
-    task.cancel()
-    assert (knots[0]() is None) is collects
+    assert collected == collections
+    assert gc.get_threshold()[2] > 10**9
