@@ -37,7 +37,7 @@ def collect_seldom(
 
 
 async def _collect_when_due(resident: Callable[[], int], look_s: float) -> None:
-    size = least = math.inf
+    size = least = math.inf  # not known yet
     looks = 0
     while True:
         await asyncio.sleep(look_s)

@@ -48,6 +48,12 @@ FORMS: dict[str, tuple[str, dict[str, Any], Callable[[Events], Any]]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a session be continued at once by a client that has more tokens than its log."""
+    monkeypatch.setattr("services.gateway.session.streams._OWNER_PAUSE_MS", 0)
+
+
 async def left_session(
     world: World, gateway: Gateway, client: HttpClient, path: str, body: Mapping[str, Any]
 ) -> str:
@@ -69,10 +75,9 @@ def unnamed(events: Sequence[Event], session_id: str) -> list[Event]:
 
 @pytest.mark.parametrize("form", FORMS)
 async def test_a_stream_goes_on_as_if_the_store_had_lost_nothing(
-    world: World, answers: Answers, monkeypatch: pytest.MonkeyPatch, form: str
+    world: World, answers: Answers, form: str
 ) -> None:
     """The client has a part of an equal answer, and goes on with a session that has fewer tokens."""
-    monkeypatch.setattr("services.gateway.session.streams._OWNER_PAUSE_MS", 0)
     path, body, read = FORMS[form]
     gateway = await world.gateway(draft="none", http_port=0)
     answers.write(ANSWER)
@@ -87,9 +92,8 @@ async def test_a_stream_goes_on_as_if_the_store_had_lost_nothing(
 
 @pytest.mark.parametrize("form", ["response", "text"])
 async def test_a_response_goes_on_after_a_number_that_the_store_has_lost(
-    world: World, answers: Answers, monkeypatch: pytest.MonkeyPatch, form: str
+    world: World, answers: Answers, form: str
 ) -> None:
-    monkeypatch.setattr("services.gateway.session.streams._OWNER_PAUSE_MS", 0)
     path, body, read = FORMS["response"]
     body = body if form == "response" else {"input": "Weather?", "seed": 0, "max_output_tokens": 400}
     gateway = await world.gateway(draft="none", http_port=0)
