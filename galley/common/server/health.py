@@ -85,6 +85,6 @@ async def serve_health_only(
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": check}),)
     )
-    address = bind(server, host, port)
+    address = bind(server.add_insecure_port, host, port)
     await server.start()
     return server, address

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-
-import grpc
+from collections.abc import Callable
 
 from galley.common.config.settings import ServerLimits, ServiceSettings
-from galley.common.sockets import CannotBind, joined
+from galley.common.server.acceptors import ACCEPTORS
+from galley.common.sockets import CannotBind, bind_socket, joined
 from galley.common.tls.channels import KEEPALIVE, Material
 from galley.common.tls.credentials import TlsFiles
 from galley.common.tls.files import NamedFile, WatchedFiles
@@ -19,16 +19,14 @@ _IDENTITY, _GZIP = 0, 2
 _MAX_PING_STRIKES = 100
 
 
-def bind(
-    server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None
-) -> str:
-    """Bind `server` and return its address, host:port; port 0 lets the system choose. Raise CannotBind."""
+def bind(listen: Callable[[str], int], host: str, port: int) -> str:
+    """Have a server listen, at a port of the system's choice if 0; return host:port. Raise CannotBind."""
     address = joined(host, port)
+    if port:
+        # Servers that share a port, as acceptors do, would also share it with another process, by accident.
+        bind_socket(host, port).close()
     try:
-        if credentials is None:
-            bound = server.add_insecure_port(address)
-        else:
-            bound = server.add_secure_port(address, credentials)
+        bound = listen(address)
     except RuntimeError as error:
         raise CannotBind(f"cannot listen on {address}; is it in use?") from error
     if bound == 0:
@@ -49,10 +47,9 @@ def server_files(settings: ServiceSettings) -> WatchedFiles[Material] | None:
 
 
 def server_options(limits: ServerLimits) -> list[tuple[str, int]]:
-    """Return the gRPC options that enforce `limits`; none of them ends a call that is being served."""
+    """Return the options of each acceptor that enforce `limits`; none ends a call that is being served."""
     return [
-        # Two processes that share a port by accident would each get half of the calls.
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", 1),
         ("grpc.max_receive_message_length", _HARD_LIMIT_FACTOR * limits.max_message_bytes),
         ("grpc.max_send_message_length", -1),
         # gRPC would inflate 64 KiB to 64 MiB; deserialize.py inflates within the bound.
@@ -62,7 +59,7 @@ def server_options(limits: ServerLimits) -> list[tuple[str, int]]:
         ("grpc.max_metadata_size", limits.max_metadata_bytes),
         ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
         ("grpc.max_concurrent_streams", limits.max_concurrent_rpcs),
-        ("grpc.max_allowed_incoming_connections", limits.max_connections),
+        ("grpc.max_allowed_incoming_connections", -(-limits.max_connections // ACCEPTORS)),
         ("grpc.server_handshake_timeout_ms", _milliseconds(limits.handshake_timeout_s)),
         *KEEPALIVE,
         # Peers ping as often as we do, also while no call is open.

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import grpc
@@ -22,6 +23,7 @@ from galley.common.logs import get_logger, start_logging
 from galley.common.metrics.catalogue import SERVED_CERTIFICATE_EXPIRY
 from galley.common.metrics.metering import flush_telemetry, observe_expiry, start_metering
 from galley.common.metrics.registry import Registry
+from galley.common.server.acceptors import Acceptors
 from galley.common.server.deserialize import RequestInterceptor
 from galley.common.server.garbage import collect_seldom
 from galley.common.server.health import HealthServicer, serve_health_only
@@ -111,19 +113,20 @@ async def start_server(
     parts = parts or Parts()
     limits = limits or settings.server_limits()
     files = server_files(settings)
-    credentials = server_credentials(files)
-    server = grpc.aio.server(
-        interceptors=[
+    server = Acceptors(
+        [
             *parts.telemetry.server_interceptors(),
             StatusInterceptor(),
             StandardCallsInterceptor(),
             *interceptors(parts),
             RequestInterceptor(limits),
         ],
-        options=server_options(limits),
+        server_options(limits),
     )
-    address = bind(server, settings.host, settings.port, credentials)
-    servicer, servers, health_address = HealthServicer(), [server], ""
+    listen = partial(server.listen, credentials=partial(server_credentials, files))
+    address = bind(listen, settings.host, settings.port)
+    servicer, health_address = HealthServicer(), ""
+    servers: list[grpc.aio.Server] = [server]
     try:
         await _set_status(servicer, ("",), health_pb2.HealthCheckResponse.NOT_SERVING)
         if settings.health_port >= 0:

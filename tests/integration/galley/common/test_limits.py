@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from galley.common.config.settings import ServerLimits
+from galley.common.server.acceptors import ACCEPTORS
 from galley.common.server.interceptors import MAX_OPEN_CALLS
 from galley.common.server.listen import server_options
 from galley.common.server.server import RunningServer, start_server
@@ -29,6 +30,7 @@ from tests.fakes.http2 import END_STREAM, Kind, frame, message, opening, wire
 PROPOSE, CHECK, WATCH = f"/{SERVICE}/Propose", "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 REFLECT = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 PATIENCE_S = 10.0
+_MANY_CONNECTIONS = 64
 
 
 class Counting(EchoService):
@@ -47,6 +49,10 @@ class Counting(EchoService):
             return await super().Propose(request, context)
         finally:
             self.open -= 1
+
+    async def has_begun(self, calls: int) -> None:
+        async with asyncio.timeout(PATIENCE_S), self.came:
+            await self.came.wait_for(lambda: len(self.peers) >= calls)
 
     async def has_open(self, calls: int) -> None:
         async with asyncio.timeout(PATIENCE_S), self.came:
@@ -123,14 +129,40 @@ async def _answer(call: Any) -> Any:
 
 async def test_more_connections_than_there_may_be_are_closed() -> None:
     async with (
-        serving(max_connections=1) as running,
+        serving(max_connections=ACCEPTORS) as running,
         grpc.aio.insecure_channel(running.address) as channel,
+        AsyncExitStack() as opened,
     ):
         await ask(channel)
-        async with wire(running.address) as second:
-            await second.begin()
-            await second.ends()
+        open_ones = 1
+        for _ in range(_MANY_CONNECTIONS):
+            peer = await opened.enter_async_context(wire(running.address))
+            await peer.begin()
+            open_ones += await peer.alive()
+        assert open_ones == ACCEPTORS
         await ask(channel)
+
+
+async def test_a_burst_of_calls_of_one_connection_keeps_no_others_waiting() -> None:
+    """The kernel may give others the same acceptor, but hardly 13 of 15."""
+    service = Counting()
+    async with serving(service) as running, AsyncExitStack() as opened:
+
+        async def connected(number: int) -> grpc.aio.Channel:
+            options = [("galley.test", number)]  # channels with the same options share a connection
+            channel = grpc.aio.insecure_channel(running.address, options=options)
+            await ask(await opened.enter_async_context(channel))
+            return channel
+
+        busy, *others = [await connected(number) for number in range(16)]
+        name, *names = service.peers
+        service.peers.clear()
+        burst = [asyncio.ensure_future(_answer(ask(busy))) for _ in range(400)]
+        await service.has_begun(1)
+        await asyncio.gather(*(_answer(ask(channel)) for channel in others))
+        await asyncio.gather(*burst)
+    waited = [service.peers[: service.peers.index(other)].count(name) for other in names]
+    assert sorted(waited)[2] < len(burst) / 4
 
 
 async def test_ping_flood_is_refused() -> None:

@@ -1,0 +1,66 @@
+"""Several gRPC servers on one port, so that a burst of calls of one connection keeps no other one waiting.
+
+A server of gRPC for asyncio accepts the calls of one method one after another, each in several turns of the
+event loop, whoever makes them (docs/decisions/077).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import grpc
+
+ACCEPTORS = 4
+
+
+class Acceptors(grpc.aio.Server):
+    """Servers in the running event loop, among which the kernel divides the connections to their port."""
+
+    def __init__(
+        self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, int]]
+    ) -> None:
+        self._servers = [
+            grpc.aio.server(interceptors=interceptors, options=options) for _ in range(ACCEPTORS)
+        ]
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+        handlers = list(generic_rpc_handlers)
+        for server in self._servers:
+            server.add_generic_rpc_handlers(handlers)
+
+    def add_registered_method_handlers(
+        self, service_name: str, method_handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]
+    ) -> None:
+        for server in self._servers:
+            server.add_registered_method_handlers(service_name, method_handlers)
+
+    def add_insecure_port(self, address: str) -> int:
+        return self.listen(address, lambda: None)
+
+    def add_secure_port(self, address: str, server_credentials: grpc.ServerCredentials) -> int:
+        """Credentials that watch their files serve one server only: see `listen`."""
+        return self.listen(address, lambda: server_credentials)
+
+    def listen(self, address: str, credentials: Callable[[], grpc.ServerCredentials | None]) -> int:
+        """Listen with new credentials for each server, or without any; return the port.
+
+        The system chooses one for all servers if that of the address is 0.
+        """
+        host, _, port = address.rpartition(":")
+        for server in self._servers:
+            made, here = credentials(), f"{host}:{port}"
+            port = str(server.add_insecure_port(here) if made is None else server.add_secure_port(here, made))
+        return int(port)
+
+    async def start(self) -> None:
+        for server in self._servers:
+            await server.start()
+
+    async def stop(self, grace: float | None) -> None:
+        await asyncio.gather(*(server.stop(grace) for server in self._servers))
+
+    async def wait_for_termination(self, timeout: float | None = None) -> bool:  # noqa: ASYNC109  # gRPC's name
+        ended = await asyncio.gather(*(server.wait_for_termination(timeout) for server in self._servers))
+        return any(ended)
