@@ -225,7 +225,7 @@ def in_frames(stream: int, data: bytes, size: int = 16_000) -> bytes:
 _REFLECT = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 _VERIFY, _PROPOSE = "/galley.v1.Target/VerifyStream", "/galley.v1.Draft/ProposeStream"
 _OTHER_FILES = 500
-# gRPC drops connections at random while more than 1,000 wait to be accepted.
+# gRPC drops connections at random while more than 1,000 wait at one acceptor.
 _AT_ONCE = 5
 
 

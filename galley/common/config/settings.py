@@ -46,7 +46,7 @@ class ServerLimits:
       numbers; 0 is no bound.
     - `max_metadata_bytes` bounds the metadata of a call: names and values, and 32 bytes for each entry.
     - `max_concurrent_rpcs` calls may be open on one connection; more wait at the client.
-    - `max_connections` may be open; later ones are closed at once.
+    - `max_connections` may be open, divided among the acceptors of the port; later ones are closed at once.
     - A connection closes after `max_connection_idle_s` without calls. At `max_connection_age_s` it takes no
       more calls, and closes when its last call has ended.
     - `min_ping_interval_s`: a peer that pings more often while nothing else is sent is disconnected.

@@ -1,4 +1,4 @@
-"""Several gRPC servers on one port, so that a burst of calls of one connection keeps no other one waiting.
+"""Several gRPC servers on one port, so that a burst of calls of one connection keeps few others waiting.
 
 A server of gRPC for asyncio accepts the calls of one method one after another, each in several turns of the
 event loop, whoever makes them (docs/decisions/077).
@@ -7,12 +7,17 @@ event loop, whoever makes them (docs/decisions/077).
 from __future__ import annotations
 
 import asyncio
+import errno
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import grpc
 
-ACCEPTORS = 4
+from galley.common.sockets import CannotBind, bind_socket
+
+ACCEPTORS = 4 if sys.platform == "linux" else 1
+"""Other systems do not divide the connections to a port that is shared."""
 
 
 class Acceptors(grpc.aio.Server):
@@ -21,8 +26,9 @@ class Acceptors(grpc.aio.Server):
     def __init__(
         self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, int]]
     ) -> None:
+        sharing = [("grpc.so_reuseport", 1), *options]
         self._servers = [
-            grpc.aio.server(interceptors=interceptors, options=options) for _ in range(ACCEPTORS)
+            grpc.aio.server(interceptors=interceptors, options=sharing) for _ in range(ACCEPTORS)
         ]
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]) -> None:
@@ -46,12 +52,15 @@ class Acceptors(grpc.aio.Server):
     def listen(self, address: str, credentials: Callable[[], grpc.ServerCredentials | None]) -> int:
         """Listen with new credentials for each server, or without any; return the port.
 
-        The system chooses one for all servers if that of the address is 0.
+        The system chooses one for all servers if that of the address is 0. Raise CannotBind if it is in use.
         """
         host, _, port = address.rpartition(":")
-        for server in self._servers:
-            made, here = credentials(), f"{host}:{port}"
-            port = str(server.add_insecure_port(here) if made is None else server.add_secure_port(here, made))
+        made = [credentials() for _ in self._servers]
+        if port != "0":
+            _check_unused(host.strip("[]"), int(port))
+        for server, own in zip(self._servers, made, strict=True):
+            here = f"{host}:{port}"
+            port = str(server.add_insecure_port(here) if own is None else server.add_secure_port(here, own))
         return int(port)
 
     async def start(self) -> None:
@@ -62,5 +71,14 @@ class Acceptors(grpc.aio.Server):
         await asyncio.gather(*(server.stop(grace) for server in self._servers))
 
     async def wait_for_termination(self, timeout: float | None = None) -> bool:  # noqa: ASYNC109  # gRPC's name
-        ended = await asyncio.gather(*(server.wait_for_termination(timeout) for server in self._servers))
-        return any(ended)
+        late = await asyncio.gather(*(server.wait_for_termination(timeout) for server in self._servers))
+        return any(late)
+
+
+def _check_unused(host: str, port: int) -> None:
+    """Raise CannotBind for a port that another process has: it would be shared with that, too."""
+    try:
+        bind_socket(host, port).close()
+    except CannotBind as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE:
+            raise

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from galley.common.config.settings import ServerLimits, ServiceSettings
 from galley.common.server.acceptors import ACCEPTORS
-from galley.common.sockets import CannotBind, bind_socket, joined
+from galley.common.sockets import CannotBind, joined
 from galley.common.tls.channels import KEEPALIVE, Material
 from galley.common.tls.credentials import TlsFiles
 from galley.common.tls.files import NamedFile, WatchedFiles
@@ -22,9 +22,6 @@ _MAX_PING_STRIKES = 100
 def bind(listen: Callable[[str], int], host: str, port: int) -> str:
     """Have a server listen, at a port of the system's choice if 0; return host:port. Raise CannotBind."""
     address = joined(host, port)
-    if port:
-        # Servers that share a port, as acceptors do, would also share it with another process, by accident.
-        bind_socket(host, port).close()
     try:
         bound = listen(address)
     except RuntimeError as error:
@@ -47,9 +44,11 @@ def server_files(settings: ServiceSettings) -> WatchedFiles[Material] | None:
 
 
 def server_options(limits: ServerLimits) -> list[tuple[str, int]]:
-    """Return the options of each acceptor that enforce `limits`; none ends a call that is being served."""
+    """Return gRPC's options by which each acceptor enforces its share of `limits`.
+
+    None of them ends a call that is being served.
+    """
     return [
-        ("grpc.so_reuseport", 1),
         ("grpc.max_receive_message_length", _HARD_LIMIT_FACTOR * limits.max_message_bytes),
         ("grpc.max_send_message_length", -1),
         # gRPC would inflate 64 KiB to 64 MiB; deserialize.py inflates within the bound.

