@@ -23,6 +23,7 @@ from galley.common.server.server import Parts, start_server
 from galley.common.tracing.light_spans import LightSpan, packed
 from galley.common.tracing.telemetry import context_from, start_telemetry
 from galley.core import names
+from galley.core.errors import InvalidField
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from galley.version import __version__
@@ -31,6 +32,7 @@ from tests.fakes.otlp_collector import METRICS, TRACES, collecting
 from tests.fakes.otlp_http import collecting_http
 from tests.fakes.spans import root
 
+SECRET = "my secret prompt"
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -90,6 +92,20 @@ async def test_one_trace_goes_over_client_and_server(collector: Collector) -> No
     assert collector.resource["service.namespace"] == "galley"
     assert collector.resource["service.version"] == __version__
     assert uuid.UUID(collector.resource["service.instance.id"]).version == 4
+
+
+@pytest.mark.parametrize("failure", [InvalidField("prompt", f"got {SECRET}"), ValueError(SECRET)])
+async def test_spans_of_failed_calls_hold_no_exceptions(collector: Collector, failure: Exception) -> None:
+    telemetry = start_telemetry("galley-test", as_global=False)
+    running = await start_server(settings(), building(EchoService(failure)), Parts(telemetry=telemetry))
+    async with grpc.aio.insecure_channel(running.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await rpc.DraftStub(channel).Propose(pb.ProposeRequest())
+    await running.stop()
+    telemetry.shutdown()
+    [span] = collector.spans
+    assert any(entry.key == "rpc.grpc.status_code" for entry in span.attributes)
+    assert not span.events
 
 
 async def test_peers_that_look_after_one_another_are_no_traces(collector: Collector) -> None:
