@@ -1,8 +1,8 @@
 """Run many schedules: `make simulate`, the long form of `test_simulation.py`.
 
 Each seed is one schedule. The number of schedules, the first seed, the commit and the time are written to
-bench/results/simulation.json, with the seed at which each mutant (`mutants.py`) is detected. A seed that
-fails is run again, shrunk and printed:
+bench/results/simulation.json, with the seed at which each mutant (`mutants.py`) is detected. SIGINT (Ctrl-C)
+ends a run early: what has run is recorded. A seed that fails is run again, shrunk and printed:
 
     python -m tests.simulation.run --seed 4711 --schedules 1
 """
@@ -13,6 +13,7 @@ import argparse
 import gc
 import json
 import resource
+import signal
 import sys
 import time
 from collections import Counter
@@ -72,6 +73,9 @@ def main() -> int:
     began_s, cpu_before_s = time.monotonic(), _workers_cpu_s()
     parts = list(_progress(seeds, options.workers, began_s))
     seconds, cpu_s = time.monotonic() - began_s, _workers_cpu_s() - cpu_before_s
+    seeds = seeds[: sum(part.schedules for part in parts)]
+    if not seeds:
+        return 1
     violations = [violation for part in parts for violation in part.violations]
     for seed, _ in violations[:_EXPLAINED]:
         explain(seed)
@@ -102,22 +106,31 @@ def _workers_cpu_s() -> float:
 
 
 def _workers(count: int) -> ProcessPoolExecutor:
-    """Return processes whose garbage collector leaves alone what they have imported."""
-    return ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=gc.freeze)
+    return ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_begin_work)
+
+
+def _begin_work() -> None:
+    """Let the garbage collector leave alone what is imported, and the main process handle SIGINT."""
+    gc.freeze()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _progress(seeds: range, workers: int, began_s: float) -> Iterator[Part]:
     chunks = [seeds[at : at + _CHUNK] for at in range(0, len(seeds), _CHUNK)]
     done, reported_s = 0, began_s
     with _workers(workers) as pool:
-        for part in pool.map(play, chunks):
-            done += part.schedules
-            for seed, rule in part.violations:
-                _print(f"seed {seed}: {rule}")
-            if time.monotonic() - reported_s > 10:
-                reported_s = time.monotonic()
-                _print(f"{done} of {len(seeds)}, {60 * done / (reported_s - began_s):.0f} a minute")
-            yield part
+        try:
+            for part in pool.map(play, chunks):
+                done += part.schedules
+                for seed, rule in part.violations:
+                    _print(f"seed {seed}: {rule}")
+                if time.monotonic() - reported_s > 10:
+                    reported_s = time.monotonic()
+                    _print(f"{done} of {len(seeds)}, {60 * done / (reported_s - began_s):.0f} a minute")
+                yield part
+        except KeyboardInterrupt:
+            _print(f"stopped after {done} of {len(seeds)}")
+            pool.shutdown(cancel_futures=True)
 
 
 def _detected(workers: int) -> dict[str, object]:
