@@ -16,7 +16,7 @@ import grpc
 
 from galley.common.sockets import CannotBind, bind_socket
 
-ACCEPTORS = 4 if sys.platform == "linux" else 1
+ACCEPTORS = 8 if sys.platform == "linux" else 1
 """Other systems do not divide the connections to a port that is shared."""
 
 

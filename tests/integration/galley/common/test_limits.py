@@ -30,7 +30,7 @@ from tests.fakes.http2 import END_STREAM, Kind, frame, message, opening, wire
 PROPOSE, CHECK, WATCH = f"/{SERVICE}/Propose", "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 REFLECT = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 PATIENCE_S = 10.0
-_MANY_CONNECTIONS = 64
+_MANY_CONNECTIONS = 160
 
 
 class Counting(EchoService):
