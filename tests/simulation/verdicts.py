@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import grpc
 
 from galley.client.errors import GalleyRpcError
+from tests.simulation.ledger import BLOCK_TOKENS
 from tests.simulation.schedule import Fault
+from tests.simulation.system.replicas import BLOCKS
 
 if TYPE_CHECKING:
     from tests.simulation.client import SimClient
@@ -122,8 +124,13 @@ class Verdicts:
             due_s = min(due_s, client.opened_s + within_s)
         if _now_s() < due_s - max(retries.first_pause_s, retries.longest_pause_s):
             self._wrong(client, error, f"gives up {due_s - _now_s():.3f} s before its time")
-        if not self._is_troubled():
+        if not self._is_troubled() and not self._is_too_full(error):
             self._wrong(client, error, "gives up although all faults have ended")
+
+    def _is_too_full(self, error: GalleyRpcError) -> bool:
+        """Return True if a target refuses a session because all together need more blocks than it has."""
+        needed = sum(-(-it.spec.max_position // BLOCK_TOKENS) for it in self._world.schedule.sessions)
+        return needed > BLOCKS and "KV memory is full" in str(error)
 
     def _is_troubled(self) -> bool:
         """Return True if a fault is in force, or ended so recently that its effects may last."""
