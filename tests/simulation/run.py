@@ -2,7 +2,7 @@
 
 Each seed is one schedule. The number of schedules, the first seed, the commit and the time are written to
 bench/results/simulation.json, with the seed at which each mutant (`mutants.py`) is detected. SIGINT (Ctrl-C)
-ends a run early: what has run is recorded. A seed that fails is run again, shrunk and printed:
+ends a run early: what was reported is recorded. A seed that fails is run again, shrunk and printed:
 
     python -m tests.simulation.run --seed 4711 --schedules 1
 """
@@ -68,10 +68,12 @@ def part_of(outcomes: list[Outcome]) -> Part:
 
 def main() -> int:
     """Return the exit status: 0 if no rule was violated, else 1."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell runs this in the background
     options = _options()
     seeds = range(options.seed, options.seed + options.schedules)
     began_s, cpu_before_s = time.monotonic(), _workers_cpu_s()
     parts = list(_progress(seeds, options.workers, began_s))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what follows takes a minute or two
     seconds, cpu_s = time.monotonic() - began_s, _workers_cpu_s() - cpu_before_s
     seeds = seeds[: sum(part.schedules for part in parts)]
     if not seeds:

@@ -26,7 +26,7 @@ class Acceptors(grpc.aio.Server):
     def __init__(
         self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, int]]
     ) -> None:
-        sharing = [("grpc.so_reuseport", 1), *options]
+        sharing = [("grpc.so_reuseport", int(ACCEPTORS > 1)), *options]
         self._servers = [
             grpc.aio.server(interceptors=interceptors, options=sharing) for _ in range(ACCEPTORS)
         ]

@@ -74,7 +74,8 @@ class _Kinds(SpanProcessor):
 class _NoExceptions(SpanProcessor):
     """Record no exceptions in the spans of libraries, as in our own: their messages may quote requests.
 
-    A refused call would have its traceback written twice, which takes milliseconds.
+    A refused call would have its traceback written twice, which takes milliseconds. The status of its span
+    keeps the message that the caller gets.
     """
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
