@@ -46,7 +46,7 @@ class Acceptors(grpc.aio.Server):
         return self.listen(address, lambda: None)
 
     def add_secure_port(self, address: str, server_credentials: grpc.ServerCredentials) -> int:
-        """Credentials that watch their files serve one server only: see `listen`."""
+        """Listen with credentials that servers can share; those that watch their files cannot (`listen`)."""
         return self.listen(address, lambda: server_credentials)
 
     def listen(self, address: str, credentials: Callable[[], grpc.ServerCredentials | None]) -> int:
@@ -76,7 +76,7 @@ class Acceptors(grpc.aio.Server):
 
 
 def _check_unused(host: str, port: int) -> None:
-    """Raise CannotBind for a port that another process has: it would be shared with that, too."""
+    """Raise CannotBind if another process has the port, which would get a part of the calls."""
     try:
         bind_socket(host, port).close()
     except CannotBind as error:

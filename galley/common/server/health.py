@@ -20,7 +20,7 @@ _MAX_MESSAGE_BYTES = 4096
 # A request is a few bytes and gets its response at once; idle connections are closed.
 _OPTIONS = (
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
-    ("grpc.so_reuseport", 0),
+    ("grpc.so_reuseport", 0),  # another process that got the port by accident would get a part of the calls
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 4096),
     ("grpc.absolute_max_metadata_size", 4096),

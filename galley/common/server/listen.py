@@ -20,7 +20,7 @@ _MAX_PING_STRIKES = 100
 
 
 def bind(listen: Callable[[str], int], host: str, port: int) -> str:
-    """Have a server listen, at a port of the system's choice if 0; return host:port. Raise CannotBind."""
+    """Have a server listen; return host:port. The system chooses the port for 0. Raise CannotBind."""
     address = joined(host, port)
     try:
         bound = listen(address)

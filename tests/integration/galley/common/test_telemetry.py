@@ -106,6 +106,7 @@ async def test_spans_of_failed_calls_hold_no_exceptions(collector: Collector, fa
     [span] = collector.spans
     assert any(entry.key == "rpc.grpc.status_code" for entry in span.attributes)
     assert not span.events
+    assert SECRET not in str(span)
 
 
 async def test_peers_that_look_after_one_another_are_no_traces(collector: Collector) -> None:
