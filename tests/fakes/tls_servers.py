@@ -34,7 +34,7 @@ def tls_settings(files: Mounted, *, mutual: bool) -> dict[str, str]:
 
 
 def credentials_of(files: Mounted, *, mutual: bool) -> grpc.ServerCredentials | None:
-    return server_credentials(server_files(settings(**tls_settings(files, mutual=mutual))))
+    return server_credentials(server_files(settings(**tls_settings(files, mutual=mutual))))()
 
 
 @asynccontextmanager

@@ -123,7 +123,7 @@ async def start_server(
         ],
         server_options(limits),
     )
-    listen = partial(server.listen, credentials=partial(server_credentials, files))
+    listen = partial(server.listen, credentials=server_credentials(files))
     servicer, health_address = HealthServicer(), ""
     servers: list[grpc.aio.Server] = [server]
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 
@@ -35,15 +37,20 @@ class TlsFiles:
         return WatchedFiles(named, self.read, check_interval_s=check_interval_s)
 
 
-def server_credentials(files: WatchedFiles[Material] | None) -> grpc.ServerCredentials | None:
-    """Return credentials that check the files for changes before each handshake; None without files.
+def server_credentials(
+    files: WatchedFiles[Material] | None,
+) -> Callable[[], grpc.ServerCredentials | None]:
+    """Return a function that makes credentials for one server, or returns None without files.
 
-    Client certificates are required if the files include authorities.
+    They check the files for changes before each handshake. Client certificates are required if the files
+    include authorities.
     """
     if files is None:
-        return None
-    used = files.latest()
+        return lambda: None
+    return partial(_watching, files, files.latest())
 
+
+def _watching(files: WatchedFiles[Material], used: Material) -> grpc.ServerCredentials:
     def fetch() -> grpc.ServerCertificateConfiguration | None:
         nonlocal used
         if (current := files.current()) is used:
