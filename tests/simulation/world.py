@@ -126,7 +126,7 @@ class World:
         await self._audit()
         await asyncio.sleep(_SETTLE_S)
         await self._until(self._replicas_rest, _HEALED_S, "a replica works for nobody, or holds its blocks")
-        await self._until(self._gateways_rest, _HEALED_S, "a gateway has streams that nobody uses")
+        await self._until(self._gateways_rest, _HEALED_S, "a gateway is not ready, or has streams left")
         for target in self.targets.values():
             check_table(cast("KvTable", target.target.kv))
         for gateway in self.gateways:
@@ -189,8 +189,8 @@ class World:
         )
 
     def _gateways_rest(self) -> bool:
-        """Return True if no stream is left: one whose log is damaged may go on without its client."""
-        return not any(gateway.streams.left for gateway in self.gateways)
+        """Return True if all are ready, and no stream is left: one whose log is damaged may go on alone."""
+        return all(gateway.ready and not gateway.streams.left for gateway in self.gateways)
 
     def _all_answered(self) -> bool:
         return all(client.done for client in self.clients.values()) and all(
