@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Collection
 from socket import AF_INET, AF_INET6, IPPROTO_IPV6, IPV6_V6ONLY, SO_REUSEADDR, SOCK_STREAM, SOL_SOCKET, socket
 
 ANY = "::"
@@ -14,14 +15,18 @@ _MAX_PORT = 65535
 class CannotBind(OSError): ...
 
 
-def bind_socket(host: str, port: int) -> socket:
-    """Return a socket that listens once it is served; port 0 lets the system choose. Raise CannotBind."""
+def bind_socket(host: str, port: int, options: Collection[int] = (SO_REUSEADDR,)) -> socket:
+    """Return a socket that listens once it is served; port 0 lets the system choose. Raise CannotBind.
+
+    `options` of sockets are switched on.
+    """
     try:
         bound = _socket_for(host)
     except OSError as error:
         raise CannotBind(f"cannot listen on {joined(host, port)}: {error.strerror}") from error
     try:
-        bound.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
+        for option in options:
+            bound.setsockopt(SOL_SOCKET, option, 1)
         bound.bind((host if bound.family == AF_INET6 or host != ANY else "", port))
     except OSError as error:
         bound.close()

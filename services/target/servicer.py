@@ -370,7 +370,7 @@ async def add_target(
 
 
 def registered_target(service: TargetService, settings: TargetSettings, bound: str) -> Service:
-    """Return the service, registered from now on if there is a registry; it listens at `bound`."""
+    """Return the service, registered from now on if there is a registry; it will listen at `bound`."""
     address = settings.advertise or bound
 
     async def last_sessions() -> None:

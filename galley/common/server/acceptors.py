@@ -7,9 +7,9 @@ event loop, whoever makes them (docs/decisions/077).
 from __future__ import annotations
 
 import asyncio
-import errno
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from socket import SO_REUSEADDR, SO_REUSEPORT, socket
 from typing import Any
 
 import grpc
@@ -21,15 +21,21 @@ ACCEPTORS = 8 if sys.platform == "linux" else 1
 
 
 class Acceptors(grpc.aio.Server):
-    """Servers in the running event loop, among which the kernel divides the connections to their port."""
+    """Servers in the running event loop, among which the kernel divides the connections to their port.
+
+    The port is theirs from `listen` on; until `start`, connections to it are refused.
+    """
 
     def __init__(
         self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, int]]
     ) -> None:
-        sharing = [("grpc.so_reuseport", int(ACCEPTORS > 1)), *options]
+        sharing = [("grpc.so_reuseport", 1), *options]
         self._servers = [
             grpc.aio.server(interceptors=interceptors, options=sharing) for _ in range(ACCEPTORS)
         ]
+        self._host, self._port, self._address = "", 0, ""
+        self._credentials: list[grpc.ServerCredentials | None] = []
+        self._held: socket | None = None
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]) -> None:
         handlers = list(generic_rpc_handlers)
@@ -46,28 +52,43 @@ class Acceptors(grpc.aio.Server):
         return self.listen(address, lambda: None)
 
     def add_secure_port(self, address: str, server_credentials: grpc.ServerCredentials) -> int:
-        """Listen with credentials that servers can share; those that watch their files cannot (`listen`)."""
+        """Take credentials that servers can share; those that watch their files cannot (`listen`)."""
         return self.listen(address, lambda: server_credentials)
 
     def listen(self, address: str, credentials: Callable[[], grpc.ServerCredentials | None]) -> int:
-        """Listen with new credentials for each server, or without any; return the port.
+        """Take the port, for new credentials of each server, or for calls in plain text; return it.
 
-        The system chooses one for all servers if that of the address is 0. Raise CannotBind if it is in use.
+        The system chooses one if that of the address is 0. Raise CannotBind if it is in use.
         """
         host, _, port = address.rpartition(":")
-        made = [credentials() for _ in self._servers]
-        if port != "0":
-            _check_unused(host.strip("[]"), int(port))
-        for server, own in zip(self._servers, made, strict=True):
-            here = f"{host}:{port}"
-            port = str(server.add_insecure_port(here) if own is None else server.add_secure_port(here, own))
-        return int(port)
+        name, number = host.strip("[]"), int(port)
+        self._credentials = [credentials() for _ in self._servers]
+        _check_unused(name, number)
+        self._held = bind_socket(name, number, (SO_REUSEADDR, SO_REUSEPORT))
+        number = int(self._held.getsockname()[1])
+        self._host, self._port, self._address = name, number, f"{host}:{number}"
+        return number
 
     async def start(self) -> None:
-        for server in self._servers:
+        """Accept connections and calls. Raise CannotBind if another process has begun to listen."""
+        _check_unused(self._host, self._port)
+        for server, own in zip(self._servers, self._credentials, strict=True):
+            try:
+                if own is None:
+                    server.add_insecure_port(self._address)
+                else:
+                    server.add_secure_port(self._address, own)
+            except RuntimeError as error:
+                raise CannotBind(f"cannot listen on {self._address}") from error
             await server.start()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._held is not None:
+            self._held.close()
 
     async def stop(self, grace: float | None) -> None:
+        self._let_go()
         await asyncio.gather(*(server.stop(grace) for server in self._servers))
 
     async def wait_for_termination(self, timeout: float | None = None) -> bool:  # noqa: ASYNC109  # gRPC's name
@@ -76,9 +97,6 @@ class Acceptors(grpc.aio.Server):
 
 
 def _check_unused(host: str, port: int) -> None:
-    """Raise CannotBind if another process has the port, which would get a part of the calls."""
-    try:
+    """Raise CannotBind if another process listens, which would get a part of the calls."""
+    if port:
         bind_socket(host, port).close()
-    except CannotBind as error:
-        if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE:
-            raise

@@ -20,15 +20,12 @@ _MAX_PING_STRIKES = 100
 
 
 def bind(listen: Callable[[str], int], host: str, port: int) -> str:
-    """Have a server listen; return host:port. The system chooses the port for 0. Raise CannotBind."""
+    """Give a server its port; return host:port. The system chooses one for 0. Raise CannotBind."""
     address = joined(host, port)
     try:
-        bound = listen(address)
+        return joined(host, listen(address))
     except RuntimeError as error:
         raise CannotBind(f"cannot listen on {address}; is it in use?") from error
-    if bound == 0:
-        raise CannotBind(f"cannot listen on {address}; is it in use?")
-    return joined(host, bound)
 
 
 def server_files(settings: ServiceSettings) -> WatchedFiles[Material] | None:

@@ -1,7 +1,7 @@
 """Start, serve and stop a gRPC server with health, reflection, limits and signals.
 
-A start binds the port (so that a port in use fails at once), builds the service (which may load a model),
-serves, and reports that it is ready. A stop sets NOT_SERVING, drains, and closes server and service.
+A start takes the port (so that one in use fails at once), builds the service (which may load a model),
+listens, and reports that it is ready. A stop sets NOT_SERVING, drains, and closes server and service.
 """
 
 from __future__ import annotations
@@ -126,6 +126,7 @@ async def start_server(
     listen = partial(server.listen, credentials=server_credentials(files))
     servicer, health_address = HealthServicer(), ""
     servers: list[grpc.aio.Server] = [server]
+    service: Service | None = None
     try:
         await _set_status(servicer, ("",), health_pb2.HealthCheckResponse.NOT_SERVING)
         if settings.health_port >= 0:
@@ -145,6 +146,8 @@ async def start_server(
     except BaseException:
         for each in servers:
             await each.stop(None)
+        if service is not None:
+            await service.close()
         raise
     if parts.metrics is not None:
         observe_expiry(parts.metrics, SERVED_CERTIFICATE_EXPIRY, files)

@@ -119,8 +119,8 @@ class Leader:
                 Parts(telemetry=self._telemetry, metrics=self._metering.registry),
             )
         except CannotBind:
-            if settings.health_port <= 0:
-                raise
+            if settings.health_port <= 0 or self._service is not None:
+                raise  # with a service, the health port was free
             return await self._start_server(settings.model_copy(update={"health_port": 0}), store)
         if running.health_address:
             _LOG.info("health server started", address=running.health_address)

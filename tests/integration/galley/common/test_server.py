@@ -17,8 +17,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from galley.client.errors import rpc_error
 from galley.common.server.interceptors import StatusInterceptor
-from galley.common.server.server import RunningServer, start_server
-from galley.common.sockets import CannotBind
+from galley.common.server.server import Parts, RunningServer, start_server
+from galley.common.sockets import CannotBind, host_and_port
 from galley.core import errors
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -192,6 +192,69 @@ async def test_taken_port_is_reported_at_once() -> None:
         port = int(running.address.rsplit(":", 1)[1])
         with pytest.raises(CannotBind, match=str(port)):
             await start_server(settings(port=port), building(EchoService()))
+
+
+class Starting:
+    """A server that starts; its service is built once `built` is set."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.service = EchoService()
+        self.built = asyncio.Event()
+        self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._failure = failure
+
+    @asynccontextmanager
+    async def start(self) -> AsyncIterator[tuple[str, asyncio.Task[RunningServer]]]:
+        starting = asyncio.create_task(start_server(settings(), self._build))
+        try:
+            yield await self._address, starting
+        finally:
+            self.built.set()
+            [result] = await asyncio.gather(starting, return_exceptions=True)
+            if isinstance(result, RunningServer):
+                await result.stop()
+
+    async def _build(self, server: grpc.aio.Server, parts: Parts) -> EchoService:
+        rpc.add_DraftServicer_to_server(self.service, server)
+        self._address.set_result(parts.address)
+        await self.built.wait()
+        if self._failure is not None:
+            raise self._failure
+        return self.service
+
+
+async def test_a_server_refuses_connections_until_it_has_started() -> None:
+    """A caller that has another address to try would otherwise wait until this server is ready."""
+    first = Starting()
+    async with first.start() as (address, starting):
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(*host_and_port(address))
+        first.built.set()
+        await starting
+        async with grpc.aio.insecure_channel(address) as channel:
+            assert (await rpc.DraftStub(channel).Propose(request("s"))).answers[0].session_id == "s"
+
+
+async def test_of_two_servers_that_start_on_one_port_the_second_fails_and_closes_its_service() -> None:
+    second = Starting()
+    async with second.start() as (address, starting):
+        port = host_and_port(address)[1]
+        first = await start_server(settings(port=port), building(EchoService()))
+        second.built.set()
+        with pytest.raises(CannotBind, match=str(port)):
+            await starting
+        assert second.service.closed
+        await first.stop()
+
+
+async def test_a_start_that_fails_gives_its_port_back() -> None:
+    failing = Starting(errors.Broken("no model"))
+    async with failing.start() as (address, starting):
+        failing.built.set()
+        with pytest.raises(errors.Broken):
+            await starting
+        running = await start_server(settings(port=host_and_port(address)[1]), building(EchoService()))
+        await running.stop()
 
 
 @pytest.mark.parametrize("left", [0, 3])
