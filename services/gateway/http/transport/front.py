@@ -27,6 +27,7 @@ from services.gateway.auth.authentication import Authentication, identify
 from services.gateway.http.transport.connection import DRAIN, TRANSPORT
 from services.gateway.http.transport.errors import ErrorReply, Refused, error_reply, http_failure
 from services.gateway.http.transport.http_call import Headers, HttpCall, deadline_of, header
+from services.gateway.http.transport.turns import Turns
 from services.gateway.telemetry.call import logging_call
 from services.gateway.telemetry.interceptor import RequestTracer
 
@@ -69,6 +70,7 @@ class Front:
         self._limits = limits
         self._access = access
         self._tracing = tracing
+        self._turns = Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
@@ -77,6 +79,8 @@ class Front:
         try:
             with self._logging(scope):
                 call = scope[CALL] = HttpCall(headers, scope[TRANSPORT].abort, deadline_of(headers))
+                if scope["path"] not in self._access.open_paths:
+                    await self._turns.turn()
                 self._check_origin(scope, headers)
                 async with self._tracing.of(scope, call):
                     await self._serve(scope, receive, reply, call)
