@@ -6,6 +6,7 @@ import asyncio
 import errno
 import socket
 
+import psutil
 import pytest
 
 from galley.common import sockets
@@ -31,10 +32,17 @@ BOTH = ("127.0.0.1", "::1")
 
 
 async def reached(address: str) -> tuple[str, ...]:
-    """Return the loopback addresses at which the server at `address` takes connections."""
+    """Return the loopback addresses at which the server at `address`, of this process, takes connections."""
     port = host_and_port(address)[1]
+    ours = {
+        one.laddr.ip
+        for one in psutil.Process().net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN and one.laddr.port == port
+    }
     found = []
     for host in BOTH:
+        if not ours & {host, f"::ffff:{host}", "0.0.0.0", "::"}:  # another process may have the port there
+            continue
         try:
             _, writer = await asyncio.open_connection(host, port)
         except OSError:
