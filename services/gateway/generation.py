@@ -167,6 +167,10 @@ class AnswerStream:
         self.ending = item.ending
         raise StopAsyncIteration
 
+    def stop_watching(self) -> None:
+        """Let the caller see to it that the client reads the rest. Call it once the answer is exhausted."""
+        self._pump.stop_watching()
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:

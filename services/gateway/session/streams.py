@@ -514,11 +514,15 @@ class Pump:
         self._task = None  # a task that was cancelled keeps its frames, and so this object
         self._observer.release()
 
-    def _call_ended(self, ctx: object, /) -> None:  # noqa: ARG002  # the signature that grpc calls
-        self.leave()
+    def stop_watching(self) -> None:
+        """Let the call go on although nobody reads the end of the answer."""
         if self._unread_end is not None:
             self._unread_end.cancel()
             self._unread_end = None  # it keeps its frames, too
+
+    def _call_ended(self, ctx: object, /) -> None:  # noqa: ARG002  # the signature that grpc calls
+        self.leave()
+        self.stop_watching()
 
     async def _run(self) -> None:
         with self._streams.running(self._runner):

@@ -85,7 +85,12 @@ class SimHttp:
         async def send(message: Message) -> None:
             if self._process.alive:
                 sent.check_message(message)
-            await respond(message)
+            try:
+                async with asyncio.timeout(self._world.schedule.client_s):
+                    await respond(message)
+            except TimeoutError:  # as `HttpConnection` ends one that its client does not read
+                context.hang_up()
+                raise asyncio.CancelledError from None
 
         try:
             await identify(self._keys, call)

@@ -218,6 +218,7 @@ class _Group:
                     async with self._turn:
                         await self.reader.item(choice, item)
                     self._first_item(index).set()
+                answer.stop_watching()  # the connection watches, also while other choices go on
                 async with self._turn:
                     await self.reader.end(choice, answer)
         finally:

@@ -14,8 +14,9 @@ from galley.common.metrics.registry import Registry
 from galley.common.server.server import Parts
 from services.gateway.settings import GatewaySettings
 from tests.fakes.http_client import BODY, CHAT, Events, HttpClient, http_client
+from tests.fakes.truth import true_output
 from tests.fakes.waiting import PATIENCE_S
-from tests.fakes.world import PROMPT, Gateway, World, must_be_true, receive
+from tests.fakes.world import PROMPT, PROMPT_TOKENS, Gateway, World, must_be_true, receive
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 
@@ -230,6 +231,23 @@ async def test_an_unread_stream_ends_and_can_be_resumed(world: World) -> None:
     async with http_client(gateway.http) as client, client.raw.stream("GET", path) as response:
         assert response.status_code == 200
         await Events().listen(response, until=3)
+
+
+async def test_a_choice_that_has_ended_long_before_the_other_ends_nothing(world: World) -> None:
+    """What is left unread is bounded, not how long another choice takes."""
+    gateway = await world.gateway(http_port=0, client_timeout_s=0.5)
+    first = bytes(true_output(PROMPT_TOKENS, 1)).decode()
+    body = BODY | {"n": 2, "stop": [first], "stream": True}
+    async with http_client(gateway.http) as client:
+        world.target.gate.close_after(1)
+        async with client.raw.stream("POST", COMPLETIONS, json=body) as response:
+            events = Events()
+            await events.listen(response, until=1)
+            assert events.finish_reasons(0) == ["stop"]
+            await asyncio.sleep(1.0)
+            world.target.gate.open()
+            await events.listen(response)
+    assert events.is_done
 
 
 async def test_a_silent_connection_is_closed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
