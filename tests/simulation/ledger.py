@@ -213,7 +213,17 @@ class Ledger:
         self.stepped_s = asyncio.get_running_loop().time()
 
     def made(self, session_id: str) -> None:
-        """Note that the store creates a session that it does not hold: its epochs start again."""
+        """Note that the store creates, for a call, a session that it does not hold.
+
+        One that a set clock has made it forget may have a stream, whose owner loses it.
+        """
+        session = self._records[session_id]
+        if session.holder is not None and self.stepped_s >= 0:
+            session.excused.add(session.holder.near.name)
+        self._begin_again(session_id)
+
+    def _begin_again(self, session_id: str) -> None:
+        """Note that the epochs of a session start again."""
         self.made_at[session_id] = asyncio.get_running_loop().time()
         session = self._records[session_id]
         session.has_aborted = False
@@ -235,7 +245,7 @@ class Ledger:
             self.violate(f"{owner.session_id} was made anew after its abort")
         if owner.epoch < session.latest and self.stepped_s < 0:
             self.violate(f"{owner.session_id} was made anew by an owner that had been fenced")
-        self.made(owner.session_id)
+        self._begin_again(owner.session_id)
 
     def owned(self, stored: StoredSession, by: str, call: Call | None) -> bool:
         """Note the owner that a session has by `call`; return True if it had another one."""
