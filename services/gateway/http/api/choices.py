@@ -100,6 +100,7 @@ class ChoiceRunner:
         """
         generation = self.generation
         with generation.observe(requests[0], call) as observer, ExitStack() as held:
+            generation.check_sessions(form.choices)
             slots = [slot for one in requests for slot in held.enter_context(generation.admit(one, form.n))]
             deadline_ns = generation.deadline_ns(call)
             for index, slot in enumerate(slots):
@@ -107,7 +108,7 @@ class ChoiceRunner:
             checked = [
                 await generation.check(one, slots[index * form.n]) for index, one in enumerate(requests)
             ]
-            body_hash = form.body_hash(checked[0].body_hash, stored)
+            body_hash = form.body_hash(b"".join(one.body_hash for one in checked), stored)
             keyed = replace(checked[0], body_hash=body_hash)
             fields = {**form.stored, **stored}
             first = await generation.begin(keyed, slots[0], deadline_ns, stored=fields)
@@ -211,7 +212,13 @@ class _Group:
         rounds = None if kept is None else Rounds(kept, len(session.spec.prompt))
         choice = self._choices[index] = Choice(index, session, self.positions[index], rounds)
         await self._begin()
-        await self._wait_for_prompt(index)
+        try:
+            await self._wait_for_prompt(index)
+        except asyncio.CancelledError:
+            if session.spec.continue_without_client:  # as the choices do that were not waiting
+                with self.of.generation.answer(runner, self.slots[index], call, observer):
+                    pass
+            raise
         try:
             with self.of.generation.answer(runner, self.slots[index], call, observer) as answer:
                 async for item in answer:

@@ -56,14 +56,14 @@ class Format:
                 del fields[name]
         return {FIELD: to_json(fields)}
 
-    def body_hash(self, request: bytes, more: Mapping[str, bytes]) -> bytes:
-        """Return the hash of a body, from that of its request and its `more` stored fields.
+    def body_hash(self, requests: bytes, more: Mapping[str, bytes]) -> bytes:
+        """Return the hash of a body, from those of its requests and its `more` stored fields.
 
         That of a plain chat or completion is the request's, so that its repeat may come by gRPC.
         """
         if replace(self, reasoning=False) == Format(self.kind) and not more:
-            return request
-        parts = b"".join([request, *self.stored.values(), *more.values()])
+            return requests
+        parts = b"".join([requests, *self.stored.values(), *more.values()])
         return blake2b(parts, digest_size=BODY_HASH_BYTES).digest()
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from galley.client.client import AsyncClient
 from galley.client.options import Message
-from tests.fakes.http_client import BODY, CHAT, HttpClient
+from services.gateway.http.api.format import choice_id
+from tests.fakes.http_client import BODY, CHAT, Events, HttpClient
 from tests.fakes.truth import END, SEED, VOCAB, text_of, true_output
 from tests.fakes.world import MAX_TOKENS, PROMPT, PROMPT_TOKENS, Gateway, World, receive
 
@@ -207,6 +208,36 @@ async def test_a_key_is_of_one_body(
         assert statuses == [200, 200, 409, 200]
 
 
+async def test_a_key_of_other_prompts_leaves_its_stream_alone(world: World, client: HttpClient) -> None:
+    key = uuid4().hex
+    events = Events()
+    world.target.gate.close_after(4)
+    body = BODY | {"prompt": [PROMPT, "Go on."], "max_tokens": 200}
+    async with client.open("/v1/completions", body, idempotency_key=key) as response:
+        await events.listen(response, until=2)
+        other = body | {"prompt": [PROMPT, "Go away."], "stream": True}
+        refused = await client.post("/v1/completions", other, idempotency_key=key)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "already_exists")
+        world.target.gate.open()
+        await events.listen(response)
+    assert events.is_done
+
+
+async def test_all_choices_go_on_without_their_client(world: World, client: HttpClient) -> None:
+    """Those that waited for the prompt of the first one, too."""
+    world.target.gate.close()
+    events = Events()
+    body = BODY | {"n": 3, "continue_without_client": True}
+    async with client.open("/v1/completions", body) as response:
+        events.session_id = response.headers["x-galley-session-id"]
+        await world.target.gate.has_waiter()
+    world.target.gate.open()
+    ids = [choice_id(events.session_id, index) for index in range(3)]
+    await world.target.watch.until(lambda: all(world.target.confirmed[one] == MAX_TOKENS for one in ids))
+    again = await client.resume(events)
+    assert [again.finish_reasons(index) for index in range(3)] == [["length"]] * 3
+
+
 async def test_a_key_of_a_chat_is_not_that_of_a_response(gateway: Gateway, client: HttpClient) -> None:
     key = uuid4().hex
     chat = await client.post("/v1/chat/completions", CHAT, idempotency_key=key)
@@ -223,6 +254,8 @@ async def test_text_and_tokens_are_converted(client: HttpClient) -> None:
     assert there["token_strs"][0] == "h"
     chat = (await client.post("/tokenize", {"messages": CHAT["messages"]})).json()
     assert chat["count"] == len(PROMPT) + 2
+    ignored = await client.post("/tokenize", {"prompt": "x", "add_special_tokens": False})
+    assert "add_special_tokens" in ignored.headers["warning"]
     back = await client.post("/detokenize", {"tokens": there["tokens"]})
     assert back.json() == {"prompt": "hé"}
     wrong = await client.post("/detokenize", {"tokens": [VOCAB]})
