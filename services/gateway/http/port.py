@@ -31,7 +31,7 @@ async def open_port(settings: GatewaySettings, shared: Shared, bound: socket.soc
         Answers(runner, strict=strict),
         Responses(runner, strict=strict),
         Sessions(runner),
-        Tokens(generation),
+        Tokens(generation, strict=strict),
         Operations(generation, shared.registry, int(time.time())),
     )
     pages = list(page_routes()) if settings.page else []

@@ -62,7 +62,7 @@ class Answers:
             tools=bool(wire.messages.tools),
             reasoning=tokenizer.reasoning is not None,
         )
-        return self._response([wire], form, request, headers, stream=bool(body.stream), language=language)
+        return self._response(body, [wire], form, request, headers, language=language)
 
     async def complete(self, body: CompletionRequest, request: HttpRequest) -> Response:
         """Continue one or more prompts."""
@@ -74,30 +74,32 @@ class Answers:
         def prompt(index: int) -> str:
             return wire[index].text or self._model.tokenizer.decode(wire[index].token_ids.ids)
 
-        return self._response(
-            wire, form, request, headers, stream=bool(body.stream), language=language, prompt=prompt
-        )
+        return self._response(body, wire, form, request, headers, language=language, prompt=prompt)
 
     def _response(
         self,
+        body: ChatRequest | CompletionRequest,
         wire: Sequence[pb.GenerateRequest],
         form: Format,
         request: HttpRequest,
         headers: Mapping[str, str],
         *,
-        stream: bool,
         language: str,
         prompt: PromptText = no_prompt,
     ) -> Response:
+        """`language` is the parameter that gives the language of the answers, if one does."""
         call = request.scope[CALL]
+        has_new_name = isinstance(body, ChatRequest) and body.max_completion_tokens is not None
 
         async def run(reader: Reader) -> None:
             try:
                 await self._runner.generate(wire, form, call, reader)
             except InvalidField as error:
+                if has_new_name and error.field == "max_tokens":
+                    raise InvalidField("max_completion_tokens", error.problem) from error
                 raise renamed(error, language) from error
 
-        if stream:
+        if body.stream:
             former = [START] * form.choices
             return StreamedAnswers(
                 run, lambda send: EventStream(send, form, self._model, former, headers, prompt)

@@ -206,7 +206,7 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 
-def check_parameters(body: Parameters, *, strict: bool) -> dict[str, str]:
+def check_parameters(body: Open, *, strict: bool) -> dict[str, str]:
     """Return the headers that tell of ignored parameters. Raise InvalidField or Unimplemented."""
     unknown = _unknown_parameters(body)
     if unknown and strict:
@@ -214,7 +214,7 @@ def check_parameters(body: Parameters, *, strict: bool) -> dict[str, str]:
     return {"warning": _warning_of(unknown)} if unknown else {}
 
 
-def _unknown_parameters(body: Parameters) -> list[str]:
+def _unknown_parameters(body: Open) -> list[str]:
     """Return the names of parameters that are not known. Raise Unimplemented for one that is not served."""
     unknown: list[str] = []
     for prefix, part in _open_parts(body):

@@ -6,7 +6,7 @@ import asyncio
 from functools import partial
 from itertools import count
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.responses import Response
 
 from galley.common.wire.codec import check_token_ids
@@ -15,45 +15,43 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.auth.authentication import caller
 from services.gateway.generation import Generation
 from services.gateway.http.api.requests import chat_message
-from services.gateway.http.api.schemas import ChatTurn, Ids
-from services.gateway.http.parameters.parts import Few
-from services.gateway.http.transport.encoding import list_json, to_json
+from services.gateway.http.api.schemas import ChatTurn, Ids, check_parameters
+from services.gateway.http.parameters.parts import Few, Open
+from services.gateway.http.parameters.tools import Tools
+from services.gateway.http.tools.requests import tool_use
+from services.gateway.http.transport.encoding import list_json, to_json, to_unicode
 from services.gateway.request.validate import PromptRefused, adapter_of, parse_prompt
 
 _PIECE_IDS = 8192
 
 
-class TokenizeRequest(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
-
+class TokenizeRequest(Open):
     model: str | None = None
     prompt: str | None = Field(None, description="Text to complete.")
     messages: Few[ChatTurn] | None = Field(None, description="Or a conversation.")
+    tools: Tools | None = Field(None, description="Tools of the conversation.")
     return_token_strs: bool | None = Field(None, description="Return the text of each token, too.")
 
 
-class DetokenizeRequest(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
-
+class DetokenizeRequest(Open):
     model: str | None = None
     tokens: Ids
 
 
 class Tokens:
-    """Each call takes a slot while it runs, and is charged for its tokens as a prompt is."""
+    """Each call takes a slot while it runs, and is charged for its tokens as a prompt is.
 
-    def __init__(self, generation: Generation) -> None:
+    Unknown parameters are refused if `strict`, else ignored.
+    """
+
+    def __init__(self, generation: Generation, *, strict: bool) -> None:
         self._generation = generation
+        self._strict = strict
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
         """Return the token ids of a text or a conversation."""
-        if (body.prompt is None) == (body.messages is None):
-            raise InvalidField("prompt", "must be given, or messages, and not both")
-        request = pb.GenerateRequest(model=body.model or "")
-        if body.messages is None:
-            request.text = body.prompt or ""
-        else:
-            request.messages.messages.extend(map(chat_message, body.messages, count()))
+        headers = check_parameters(body, strict=self._strict)
+        request = _prompt_of(body)
         model = self._generation.model
         adapter_of(request.model, model.request_model())
         with self._generation.streams.admit(caller()) as slot:
@@ -69,13 +67,14 @@ class Tokens:
         head = to_json({"count": len(ids), "max_model_len": model.info.context_window})[:-1]
         texts = await list_json(ids, self._text) if body.return_token_strs else b"null"
         content = b'%b,"tokens":%b,"token_strs":%b}' % (head, await list_json(ids, int), texts)
-        return Response(content, media_type="application/json")
+        return Response(content, headers=headers, media_type="application/json")
 
     def _text(self, token: int) -> str:
         return self._generation.model.tokenizer.token_bytes(token).decode(errors="replace")
 
-    async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
+    async def detokenize(self, body: DetokenizeRequest) -> Response:
         """Return the text of token ids."""
+        headers = check_parameters(body, strict=self._strict)
         model = self._generation.model
         served = model.request_model()
         adapter_of(body.model or "", served)
@@ -88,4 +87,22 @@ class Tokens:
             await asyncio.sleep(0)
         with self._generation.streams.admit(caller()) as slot:
             self._generation.streams.charge(slot, len(body.tokens))
-            return {"prompt": await asyncio.to_thread(model.tokenizer.decode, body.tokens)}
+            text = await asyncio.to_thread(model.tokenizer.decode, body.tokens)
+        return Response(to_json({"prompt": text}), headers=headers, media_type="application/json")
+
+
+def _prompt_of(body: TokenizeRequest) -> pb.GenerateRequest:
+    """Return a request with the prompt. Raise InvalidField."""
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidField("prompt", "must be given, or messages, and not both")
+    request = pb.GenerateRequest(model=body.model or "")
+    if body.messages is None:
+        if body.tools:
+            raise InvalidField("tools", "must come with messages")
+        request.text = body.prompt or ""
+        return request
+    request.messages.messages.extend(map(chat_message, body.messages, count()))
+    functions = [tool.function for tool in body.tools or ()]
+    if (tools := tool_use(functions, None, parallel=None, place=".function")) is not None:
+        request.messages.tools.extend(map(to_unicode, tools.tools))
+    return request

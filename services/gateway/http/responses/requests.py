@@ -51,6 +51,8 @@ def named_as_here(language: str) -> Iterator[None]:
         error = renamed(fault, language)
         name, dot, rest = error.field.partition(".")
         if name in _NAMES:
+            if rest.startswith("tools"):
+                raise InvalidField(rest, error.problem) from fault
             rest = "" if name == "messages" else dot + rest
             raise InvalidField(_NAMES[name] + rest, error.problem) from fault
         raise error from fault

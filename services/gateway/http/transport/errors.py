@@ -44,7 +44,8 @@ _PARAMETERS = (
     (re.compile(r"^sampling\."), ""),
     (re.compile(r"^messages\.messages"), "messages"),
     (re.compile(r"^messages\.tools"), "tools"),
-    (re.compile(r"^(text|token_ids\.ids)(?=\[|$)"), "prompt"),
+    (re.compile(r"^(text|token_ids(\.ids)?)(?=\[|$)"), "prompt"),
+    (re.compile(r"^next_index$"), "last-event-id"),
     (re.compile(r"^prediction\.text$"), "prediction.content"),
     (re.compile(r"^priority$"), "service_tier"),
 )

@@ -103,7 +103,7 @@ class Front:
         if scope["method"] == "OPTIONS" and header(
             call.invocation_metadata(), "access-control-request-method"
         ):
-            await _answer_preflight(reply)
+            await _answer_preflight(call.invocation_metadata(), reply)
             return
         if scope["path"] not in self._access.open_paths:
             await identify(self._authentication, call)
@@ -227,16 +227,18 @@ async def send_error(reply: ErrorReply, send: Send, more: Mapping[str, str] | No
     await send({"type": "http.response.body", "body": reply.body})
 
 
-async def _answer_preflight(send: Send) -> None:
-    """Allow what the page of a listed origin asks to send; the origin was checked."""
+async def _answer_preflight(asked: Headers, send: Send) -> None:
+    """Allow what the page of a listed origin asks to send; the origin was checked.
+
+    Clients in pages send headers of their own, as OpenAI's does with `x-stainless-lang` and others.
+    """
     fields = {
         "access-control-allow-methods": "GET, POST, DELETE",
-        "access-control-allow-headers": "authorization, content-type, idempotency-key, last-event-id, "
-        "traceparent, tracestate, x-api-key, x-galley-timeout-s, x-request-id",
+        "access-control-allow-headers": header(asked, "access-control-request-headers"),
         "access-control-max-age": "600",
         "content-length": "0",
     }
-    headers = [(name.encode(), value.encode()) for name, value in fields.items()]
+    headers = [(name.encode(), value.encode("latin-1")) for name, value in fields.items()]
     await send({"type": "http.response.start", "status": 204, "headers": headers})
     await send({"type": "http.response.body", "body": b""})
 

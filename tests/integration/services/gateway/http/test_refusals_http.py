@@ -12,6 +12,8 @@ from structlog.testing import capture_logs
 from galley.common.config.settings import ServerLimits
 from galley.common.metrics.registry import Registry
 from galley.common.server.server import Parts
+from galley.core.errors import InvalidField
+from services.gateway.http.transport.errors import error_reply
 from services.gateway.settings import GatewaySettings
 from tests.fakes.http_client import BODY, CHAT, Events, HttpClient, http_client
 from tests.fakes.truth import true_output
@@ -30,6 +32,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"user": "x" * 257}, "user", "user: must have at most 256 characters"),
     (COMPLETIONS, {"max_tokens": 10**6}, "max_tokens", "must be in [1, 65535]"),
     (COMPLETIONS, {"n": 9}, "n", "n: must be less than or equal to 8"),
+    (COMPLETIONS, {"prompt": ["x"] * 32, "n": 3}, "n", "must come to at most 64 answers, got 96"),
     (COMPLETIONS, {"seed": -1}, "seed", "greater than or equal to 0"),
     (COMPLETIONS, {"prompt": ""}, "prompt", "must not be empty"),
     (COMPLETIONS, {"prompt": [1, 10**6]}, "prompt[1]", "token id must be in [0, 264)"),
@@ -53,6 +56,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
         "messages[0].content[0]",
         "must be of type text",
     ),
+    (CHATS, {"max_completion_tokens": 10**6}, "max_completion_tokens", "must be in [1, 65535]"),
     (CHATS, {"top_logprobs": 3}, "top_logprobs", "must come with logprobs"),
     (CHATS, {"tools": [{"type": "function"}]}, "tools[0].function", "must be given"),
     (
@@ -173,12 +177,29 @@ async def test_what_is_no_request_is_refused(client: HttpClient) -> None:
     assert (await raw.get("/health", headers={"x-request-id": "mine"})).headers["x-request-id"] == "mine"
 
 
+def test_errors_of_the_wire_name_the_parameter_of_a_prompt() -> None:
+    for field, param in (("text", "prompt"), ("token_ids", "prompt"), ("token_ids.ids[3]", "prompt[3]")):
+        error = error_reply(InvalidField(field, "must have at most 4 tokens")).object
+        assert (error["param"], error["message"]) == (param, f"{param}: must have at most 4 tokens")
+
+
+async def test_an_event_that_no_answer_can_have_is_refused_by_its_header(client: HttpClient) -> None:
+    events = await client.stream(COMPLETIONS, BODY)
+    path = f"/v1/sessions/{events.session_id}/events"
+    last = next(event.id for event in reversed(events.events) if "." in event.id)
+    unknown = f"70000.{last.partition('.')[2].partition('!')[0]}"
+    refused = await client.raw.get(path, headers={"last-event-id": unknown})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "last-event-id")
+
+
 async def test_pages_of_listed_origins_may_call(world: World) -> None:
     gateway = await world.gateway(http_port=0, http_cors_origins="https://chat.example")
     async with http_client(gateway.http, origin="https://chat.example") as page:
-        asked = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+        ours = "authorization, content-type, x-stainless-lang"
+        asked = {"access-control-request-method": "POST", "access-control-request-headers": ours}
         preflight = await page.raw.options(COMPLETIONS, headers=asked)
         assert preflight.status_code == 204
+        assert preflight.headers["access-control-allow-headers"] == ours
         assert preflight.headers["access-control-allow-origin"] == "https://chat.example"
         answer = await page.post(COMPLETIONS, BODY)
         assert answer.headers["access-control-allow-origin"] == "https://chat.example"

@@ -271,7 +271,11 @@ async def test_responses_of_others_and_those_not_stored_are_not_found(world: Wor
             assert refused.status_code == 400
 
 
+DEEP: dict[str, Any] = {}
+for _ in range(70):
+    DEEP = {"properties": {"x": DEEP}}
 BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [{"type": "function", "name": "f", "parameters": DEEP}]}, "tools[0]", "nest"),
     ({"tools": [{"type": "function"}]}, "tools[0].name", "must be given"),
     ({"tools": [{"type": "web_search", "name": "x"}]}, "tools[0].type", "must be 'function'"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type", "must be 'text', 'json_object'"),

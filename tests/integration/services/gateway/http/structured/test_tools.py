@@ -75,6 +75,25 @@ async def test_a_call_whole_and_streamed(client: HttpClient, answers: Answers) -
     assert streamed.finish_reasons() == ["tool_calls"]
 
 
+async def test_the_tokens_of_tools_are_counted(client: HttpClient, answers: Answers) -> None:
+    answers.write("None.")
+    usage = (await client.post(PATH, BODY)).json()["usage"]
+    asked = {"messages": BODY["messages"], "tools": BODY["tools"]}
+    assert (await client.post("/tokenize", asked)).json()["count"] == usage["prompt_tokens"]
+    refused = await client.post("/tokenize", {"prompt": "x", "tools": BODY["tools"]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+
+
+async def test_a_conversation_goes_on_after_a_call_of_no_tool(client: HttpClient, answers: Answers) -> None:
+    answers.write(CALL.replace("get_weather", "get weather"), "Sorry.")
+    [choice] = (await client.post(PATH, BODY)).json()["choices"]
+    [call] = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "get weather"
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "There is no such tool."}
+    body = {**BODY, "messages": [*BODY["messages"], choice["message"], result]}
+    assert (await client.post(PATH, body)).status_code == 200
+
+
 async def test_arguments_are_streamed_as_they_are_written(world: World, answers: Answers) -> None:
     gateway = await world.gateway(draft="none", http_port=0)
     answers.write(CALL)
