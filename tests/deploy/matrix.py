@@ -74,9 +74,9 @@ SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
             "target": {
                 "engine": "vllm",
                 "image": {"repository": "galley-target-vllm-cuda"},
-                "vllmArgs": {"pipeline_parallel_size": 2, "quantization": "fp8"},
+                "vllmArgs": {"quantization": "fp8"},
                 "tensorParallel": 2,
-                "gpus": 4,
+                "gpus": 2,
             }
         },
         "several nodes": {

@@ -48,13 +48,14 @@ def test_vllm_gets_its_arguments_as_json() -> None:
     target = {
         **VLLM,
         "kind": "deployment",
+        "tensorParallel": 2,
         "gpus": 2,
-        "vllmArgs": {"pipeline_parallel_size": 2, "max_num_partial_prefills": 1000000, "quantization": "fp8"},
+        "vllmArgs": {"max_num_partial_prefills": 1000000, "quantization": "fp8"},
     }
     container = only_container(pods(render({"target": target}))["target"])
     settings = parse_env("target", {**env_of(container), "POD_IP": "10.0.0.1"})
     assert isinstance(settings, TargetSettings)
-    assert (settings.engine, settings.device, settings.tensor_parallel) == ("vllm", "cuda", 1)
+    assert (settings.engine, settings.device, settings.tensor_parallel) == ("vllm", "cuda", 2)
     assert settings.vllm_arguments == target["vllmArgs"]
     assert isinstance(settings.vllm_arguments["max_num_partial_prefills"], int)
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
@@ -312,8 +313,8 @@ def test_rays_head_may_keep_its_state_in_redis() -> None:
             "target.vllmArgs.tensor_parallel_size: must not be set; set target.tensorParallel",
         ),
         (
-            {**VLLM, "gpus": 2, "tensorParallel": 2, "vllmArgs": {"pipeline_parallel_size": 2}},
-            "target.gpus: must be 4 (target.tensorParallel 2 x pipeline_parallel_size 2, one GPU for each",
+            {**VLLM, "vllmArgs": {"pipeline_parallel_size": 2}},
+            "pipeline_parallel_size",
         ),
         ({"maxSurge": 1}, "target.maxSurge: must be 0 with target.kind statefulset, got 1"),
         (

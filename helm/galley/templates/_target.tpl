@@ -1,10 +1,5 @@
 {{/* The common parts of the three kinds of target. */}}
 
-{{/* Ranks of a replica: vLLM may also cut a model into stages. */}}
-{{- define "galley.ranks" -}}
-{{- mul .tensorParallel (.vllmArgs.pipeline_parallel_size | default 1) -}}
-{{- end -}}
-
 {{/* Environment of every target process. (dict "root" $ "role" "target") */}}
 {{- define "galley.targetEnv" -}}
 {{- $values := .root.Values -}}

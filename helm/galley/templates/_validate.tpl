@@ -50,7 +50,7 @@ of bounds, and missing requirements of an enabled part.
 {{- define "galley.validateTarget" -}}
 {{- $target := .Values.target -}}
 {{- $nodes := int $target.nodes -}}
-{{- $ranks := include "galley.ranks" $target | int -}}
+{{- $ranks := int $target.tensorParallel -}}
 {{- $gpus := int $target.gpus -}}
 {{- $ofSeveral := eq $target.kind "leaderworkerset" -}}
 {{- if and $ofSeveral (lt $nodes 2) -}}
@@ -69,8 +69,7 @@ of bounds, and missing requirements of an enabled part.
 {{- fail (printf "target.tensorParallel: must be a multiple of target.nodes (%d), got %d; every node runs the same number of ranks" $nodes $ranks) -}}
 {{- end -}}
 {{- if and $gpus (ne (mul $gpus $nodes) $ranks) -}}
-{{- $what := ternary (printf "target.tensorParallel %v / target.nodes %d" $target.tensorParallel $nodes) (printf "target.tensorParallel %v x pipeline_parallel_size %v" $target.tensorParallel $target.vllmArgs.pipeline_parallel_size) (eq $ranks (int $target.tensorParallel)) -}}
-{{- fail (printf "target.gpus: must be %d (%s, one GPU for each rank of a pod), got %d" (div $ranks $nodes) $what $gpus) -}}
+{{- fail (printf "target.gpus: must be %d (target.tensorParallel %d / target.nodes %d, one GPU for each rank of a pod), got %d" (div $ranks $nodes) $ranks $nodes $gpus) -}}
 {{- end -}}
 {{- if contains "@" (dig "redisAddress" "" ($target.rayService.gcsFaultTolerance | default dict)) -}}
 {{- fail "target.rayService.gcsFaultTolerance.redisAddress: must hold no user or password, because manifests show it; name the password's Secret in redisPassword" -}}

@@ -71,7 +71,7 @@ hostPath: {path: {{ $volume.hostPath }}, type: Directory}
 {{/* Shared memory for the ranks of a pod; Kubernetes' default is 64 MiB. KubeRay mounts its own. */}}
 {{- define "galley.needsSharedMemory" -}}
 {{- $target := .root.Values.target -}}
-{{- if and (eq .role "target") (gt (include "galley.ranks" $target | int) 1) (ne $target.kind "rayservice") }}true{{ end -}}
+{{- if and (eq .role "target") (gt (int $target.tensorParallel) 1) (ne $target.kind "rayservice") }}true{{ end -}}
 {{- end -}}
 
 {{/* The role's mounts below /etc/galley: a list of {name, path, secret or configMap}. */}}
