@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import SecretStr
+
 from scripts.between import write_between
 from scripts.chart_schema import ROLES, settings_of
 
@@ -22,9 +24,7 @@ def main() -> None:
 
 
 def _tables() -> Iterator[str]:
-    roles: dict[str, dict[str, Field]] = {
-        role: settings_of(role).model_json_schema()["properties"] for role in ROLES
-    }
+    roles = {role: _fields_of(role) for role in ROLES}
     first, *others = roles.values()
     shared = {
         name: field for name, field in first.items() if all(fields.get(name) == field for fields in others)
@@ -32,6 +32,15 @@ def _tables() -> Iterator[str]:
     yield from _table("All services", shared)
     for role, fields in roles.items():
         yield from _table(role.capitalize(), {name: fields[name] for name in fields.keys() - shared.keys()})
+
+
+def _fields_of(role: str) -> dict[str, Field]:
+    model = settings_of(role)
+    fields: dict[str, dict[str, Any]] = model.model_json_schema()["properties"]
+    for name, field in model.model_fields.items():
+        if isinstance(field.default, SecretStr):  # masked in the schema; a default is no secret
+            fields[name]["default"] = field.default.get_secret_value()
+    return dict(fields)
 
 
 def _table(title: str, fields: Mapping[str, Field]) -> Iterator[str]:
