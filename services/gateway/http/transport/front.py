@@ -227,14 +227,14 @@ async def send_error(reply: ErrorReply, send: Send, more: Mapping[str, str] | No
     await send({"type": "http.response.body", "body": reply.body})
 
 
-async def _answer_preflight(asked: Headers, send: Send) -> None:
+async def _answer_preflight(given: Headers, send: Send) -> None:
     """Allow what the page of a listed origin asks to send; the origin was checked.
 
     Clients in pages send headers of their own, as OpenAI's does with `x-stainless-lang` and others.
     """
     fields = {
         "access-control-allow-methods": "GET, POST, DELETE",
-        "access-control-allow-headers": header(asked, "access-control-request-headers"),
+        "access-control-allow-headers": header(given, "access-control-request-headers"),
         "access-control-max-age": "600",
         "content-length": "0",
     }

@@ -17,27 +17,27 @@ class Turns:
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._begun = 0
+        self._count = 0
 
     async def turn(self) -> None:
         """Return at once if few requests have begun in this turn, else in a later one."""
         loop = asyncio.get_running_loop()
-        if self._begun == AT_ONCE:
+        if self._count == AT_ONCE:
             mine: asyncio.Future[None] = loop.create_future()
             self._waiting.append(mine)
             await mine
             return
-        if not self._begun:
+        if not self._count:
             loop.call_soon(self._pass_on)
-        self._begun += 1
+        self._count += 1
 
     def _pass_on(self) -> None:
         """Let the next begin who still wait."""
-        self._begun = 0
-        while self._waiting and self._begun < AT_ONCE:
+        self._count = 0
+        while self._waiting and self._count < AT_ONCE:
             following = self._waiting.popleft()
             if not following.done():
                 following.set_result(None)
-                self._begun += 1
-        if self._begun:
+                self._count += 1
+        if self._count:
             asyncio.get_running_loop().call_soon(self._pass_on)
