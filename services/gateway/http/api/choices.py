@@ -176,6 +176,7 @@ class _Group:
     _all_begun: asyncio.Event = field(default_factory=asyncio.Event)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _first_items: dict[int, asyncio.Event] = field(default_factory=dict)
+    _has_failed: bool = False
 
     async def run(
         self,
@@ -215,7 +216,7 @@ class _Group:
         try:
             await self._wait_for_prompt(index)
         except asyncio.CancelledError:
-            if session.spec.continue_without_client:  # as the choices do that were not waiting
+            if session.spec.continue_without_client and not self._has_failed:  # as those that do not wait
                 with self.of.generation.answer(runner, self.slots[index], call, observer):
                     pass
             raise
@@ -228,6 +229,9 @@ class _Group:
                 answer.stop_watching()  # the connection watches, also while other choices go on
                 async with self._turn:
                     await self.reader.end(choice, answer)
+        except Exception:
+            self._has_failed = True
+            raise
         finally:
             self._first_item(index).set()
 
