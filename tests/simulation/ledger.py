@@ -218,8 +218,9 @@ class Ledger:
         One that a set clock has made it forget may have a stream, whose owner loses it.
         """
         session = self._records[session_id]
-        if session.holder is not None and self.stepped_s >= 0:
-            session.excused.add(session.holder.near.name)
+        holder = session.holder
+        if holder is not None and holder.waits and self.stepped_s >= session.held_since_s:
+            session.excused.add(holder.near.name)
         self._begin_again(session_id)
 
     def _begin_again(self, session_id: str) -> None:

@@ -205,7 +205,7 @@ class CountedStreams(Streams):
     def watch(self, ledger: Ledger, address: str) -> None:
         self._ledger, self._address = ledger, address
         for name in ("_admission", "_aborts"):
-            checked = CheckedAdmission(getattr(self, name)._slots, getattr(self, name)._what)
+            checked = CheckedAdmission(getattr(self, name).slots, getattr(self, name)._what)
             checked.ledger = ledger
             setattr(self, name, checked)
         self._replays = CountedReplays(self._replays._decode)
