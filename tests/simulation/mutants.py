@@ -381,7 +381,7 @@ MUTANTS = (
     ),
     Mutant(
         "keeps the place of a stream that has ended",
-        "that nobody uses",
+        "has streams left",
         patches={"services.gateway.session.streams.Streams._release": _nothing},
     ),
     Mutant(
