@@ -261,12 +261,6 @@ class Generation:
         with ExitStack() as held:
             yield [held.enter_context(self.streams.admit(principal)) for _ in range(sessions)]
 
-    def check_sessions(self, sessions: int) -> None:
-        """Raise InvalidField if a request needs more sessions than its caller can ever have at once."""
-        most = self.streams.most_sessions(caller())
-        if sessions > most:
-            raise InvalidField("n", f"must come to at most {most} answers, got {sessions}")
-
     def admit_resume(self) -> AbstractContextManager[AdmissionSlot]:
         """Hold a slot; `Streams.claim` reserves what the answer still needs."""
         return self.streams.admit(caller())

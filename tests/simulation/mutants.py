@@ -381,7 +381,7 @@ MUTANTS = (
     ),
     Mutant(
         "keeps the place of a stream that has ended",
-        "has streams left",
+        "that nobody uses",
         patches={"services.gateway.session.streams.Streams._release": _nothing},
     ),
     Mutant(

@@ -126,7 +126,8 @@ class World:
         await self._audit()
         await asyncio.sleep(_SETTLE_S)
         await self._until(self._replicas_rest, _HEALED_S, "a replica works for nobody, or holds its blocks")
-        await self._until(self._gateways_rest, _HEALED_S, "a gateway is not ready, or has streams left")
+        unrest = "a gateway is not ready, or has streams that nobody uses"
+        await self._until(self._gateways_rest, _HEALED_S, unrest)
         for target in self.targets.values():
             check_table(cast("KvTable", target.target.kv))
         for gateway in self.gateways:

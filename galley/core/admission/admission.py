@@ -133,7 +133,7 @@ class AdmissionSlot:
 
 class Admission:
     def __init__(self, slots: int, what: str = "streams") -> None:
-        self.slots = slots
+        self._slots = slots
         self._what = what
         self._turnover = Turnover()
         self._accounts: dict[str, _Account] = {}
@@ -173,9 +173,9 @@ class Admission:
             raise Overloaded(what, wait_ns / _SECOND, OWN_STREAMS)
 
     def _check_slots(self, principal: Principal, account: _Account, now: int) -> None:
-        if self.held >= self.slots:
-            wait_ns = account.await_slot(self._turnover.next_wait_ns(self.slots, now), now)
-            what = f"all {self.slots} {self._what} of this gateway are in use"
+        if self.held >= self._slots:
+            wait_ns = account.await_slot(self._turnover.next_wait_ns(self._slots, now), now)
+            what = f"all {self._slots} {self._what} of this gateway are in use"
             raise Overloaded(what, wait_ns / _SECOND, NO_SLOT)
         share = self._share(account, now)
         if account.held >= share:
@@ -188,9 +188,9 @@ class Admission:
         """Return the principal's share of the slots while others wait; more than all while nobody does."""
         others = [other for other in self._accounts.values() if other is not account]
         if not any(other.is_waiting(now) for other in others):
-            return self.slots + 1
+            return self._slots + 1
         sharing = 1 + sum(other.held > 0 or other.is_waiting(now) for other in others)
-        return -(-self.slots // sharing)
+        return -(-self._slots // sharing)
 
     def _account(self, principal: Principal, now: int) -> _Account:
         """Return the account, with new limits if these have changed; its open streams still count."""

@@ -108,10 +108,6 @@ class Streams:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def most_sessions(self, principal: Principal) -> int:
-        """Return how many sessions the principal can have at once while nobody else has any."""
-        return min(self._admission.slots, principal.limits.max_sessions or self._admission.slots)
-
     @contextmanager
     def admit(self, principal: Principal) -> Iterator[AdmissionSlot]:
         """Hold a slot for a stream. Raise Overloaded or Unavailable."""

@@ -180,8 +180,8 @@ class CheckedAdmission(Admission):
         held = [account.held for account in self._accounts.values()]
         bounds = [(account.limits.max_sessions, account.held) for account in self._accounts.values()]
         over = any(most is not None and has > most for most, has in bounds)
-        if over or min(held, default=0) < 0 or not sum(held) == self.held <= self.slots:
-            self.ledger.violate(f"{self.held} of {self.slots} slots are held, by each {held}")
+        if over or min(held, default=0) < 0 or not sum(held) == self.held <= self._slots:
+            self.ledger.violate(f"{self.held} of {self._slots} slots are held, by each {held}")
 
 
 class CountedReplays(Replays):
@@ -205,7 +205,7 @@ class CountedStreams(Streams):
     def watch(self, ledger: Ledger, address: str) -> None:
         self._ledger, self._address = ledger, address
         for name in ("_admission", "_aborts"):
-            checked = CheckedAdmission(getattr(self, name).slots, getattr(self, name)._what)
+            checked = CheckedAdmission(getattr(self, name)._slots, getattr(self, name)._what)
             checked.ledger = ledger
             setattr(self, name, checked)
         self._replays = CountedReplays(self._replays._decode)

@@ -100,7 +100,6 @@ class ChoiceRunner:
         """
         generation = self.generation
         with generation.observe(requests[0], call) as observer, ExitStack() as held:
-            generation.check_sessions(form.choices)
             slots = [slot for one in requests for slot in held.enter_context(generation.admit(one, form.n))]
             deadline_ns = generation.deadline_ns(call)
             for index, slot in enumerate(slots):

@@ -46,6 +46,7 @@ _SERVED: dict[str, Any] = {
     "min_tokens": 0,
     "workload": None,
 }
+_OF_CHATS = ("messages", "tools")
 
 
 @dataclass
@@ -118,6 +119,8 @@ class _Sender:
                 case.path_parameters = {name: self.known.get(name, it) for name, it in given.items()}
                 if mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
                     case.body |= {name: it for name, it in _SERVED.items() if name in case.body}
+                    if "prompt" in case.body:  # in place of messages and their tools, where there are both
+                        case.body = {name: it for name, it in case.body.items() if name not in _OF_CHATS}
             if mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
                 # Long answers would only take time. The model's own default is as short (`SHORT`).
                 case.body |= {name: MAX_TOKENS for name in _LENGTHS if case.body.get(name)}
