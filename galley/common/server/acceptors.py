@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from galley.common.sockets import CannotBind, bind_socket
+from galley.common.sockets import CannotBind, bind_socket, host_and_port
 
 ACCEPTORS = 8 if sys.platform == "linux" else 1
 """Other systems do not divide the connections to a port that is shared."""
@@ -33,7 +33,7 @@ class Acceptors(grpc.aio.Server):
         self._servers = [
             grpc.aio.server(interceptors=interceptors, options=sharing) for _ in range(ACCEPTORS)
         ]
-        self._host, self._port, self._address = "", 0, ""
+        self._address = ""
         self._credentials: list[grpc.ServerCredentials | None] = []
         self._held: socket | None = None
 
@@ -61,17 +61,17 @@ class Acceptors(grpc.aio.Server):
         The system chooses one if that of the address is 0. Raise CannotBind if it is in use.
         """
         host, _, port = address.rpartition(":")
-        name, number = host.strip("[]"), int(port)
         self._credentials = [credentials() for _ in self._servers]
-        _check_unused(name, number)
-        self._held = bind_socket(name, number, (SO_REUSEADDR, SO_REUSEPORT))
+        if port != "0":
+            _check_unused(address)
+        self._held = bind_socket(host.strip("[]"), int(port), (SO_REUSEADDR, SO_REUSEPORT))
         number = int(self._held.getsockname()[1])
-        self._host, self._port, self._address = name, number, f"{host}:{number}"
+        self._address = f"{host}:{number}"
         return number
 
     async def start(self) -> None:
         """Accept connections and calls. Raise CannotBind if another process has begun to listen."""
-        _check_unused(self._host, self._port)
+        _check_unused(self._address)
         for server, own in zip(self._servers, self._credentials, strict=True):
             try:
                 if own is None:
@@ -96,7 +96,6 @@ class Acceptors(grpc.aio.Server):
         return any(late)
 
 
-def _check_unused(host: str, port: int) -> None:
+def _check_unused(address: str) -> None:
     """Raise CannotBind if another process listens, which would get a part of the calls."""
-    if port:
-        bind_socket(host, port).close()
+    bind_socket(*host_and_port(address)).close()

@@ -19,7 +19,7 @@ from services.gateway.http.api.schemas import ChatTurn, Ids, check_parameters
 from services.gateway.http.parameters.parts import Few, Open
 from services.gateway.http.parameters.tools import Tools
 from services.gateway.http.tools.requests import tool_use
-from services.gateway.http.transport.encoding import list_json, to_json, to_unicode
+from services.gateway.http.transport.encoding import list_json, to_json
 from services.gateway.request.validate import PromptRefused, adapter_of, parse_prompt
 
 _PIECE_IDS = 8192
@@ -104,5 +104,5 @@ def _prompt_of(body: TokenizeRequest) -> pb.GenerateRequest:
     request.messages.messages.extend(map(chat_message, body.messages, count()))
     functions = [tool.function for tool in body.tools or ()]
     if (tools := tool_use(functions, None, parallel=None, place=".function")) is not None:
-        request.messages.tools.extend(map(to_unicode, tools.tools))
+        tools.add_to(request)
     return request

@@ -50,9 +50,7 @@ def named_as_here(language: str) -> Iterator[None]:
     except InvalidField as fault:
         error = renamed(fault, language)
         name, dot, rest = error.field.partition(".")
-        if name in _NAMES:
-            if rest.startswith("tools"):
-                raise InvalidField(rest, error.problem) from fault
+        if name in _NAMES and not rest.startswith("tools"):  # `tools` are named as in chats
             rest = "" if name == "messages" else dot + rest
             raise InvalidField(_NAMES[name] + rest, error.problem) from fault
         raise error from fault

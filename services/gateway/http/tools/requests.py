@@ -36,12 +36,16 @@ class ToolUse:
         `language` is the parameter that gave the language of an answer without calls; return the one that
         gives it now.
         """
-        request.messages.tools.extend(to_unicode(tool) for tool in self.tools)
+        self.add_to(request)
         form = self._form(request.structured_output, tool_format(tokenizer), language)
         if form is None:
             return ""
         request.structured_output.structural_tag = structural_tag(form)
         return "tools"
+
+    def add_to(self, request: pb.GenerateRequest) -> None:
+        """Add the tools that the chat template tells the model of."""
+        request.messages.tools.extend(to_unicode(tool) for tool in self.tools)
 
     def _form(self, output: pb.StructuredOutput, written: ToolFormat, language: str) -> Form | None:
         """Return the form of the answer; None if it may be any text."""
