@@ -18,7 +18,7 @@ class CannotBind(OSError): ...
 def bind_socket(host: str, port: int, options: Collection[int] = (SO_REUSEADDR,)) -> socket:
     """Return a socket that listens once it is served; port 0 lets the system choose. Raise CannotBind.
 
-    `options` of sockets are switched on.
+    The socket `options` are switched on.
     """
     try:
         bound = _socket_for(host)

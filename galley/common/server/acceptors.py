@@ -56,7 +56,7 @@ class Acceptors(grpc.aio.Server):
         return self.listen(address, lambda: server_credentials)
 
     def listen(self, address: str, credentials: Callable[[], grpc.ServerCredentials | None]) -> int:
-        """Take the port, for new credentials of each server, or for calls in plain text; return it.
+        """Take the port, with new credentials for each server, or for calls in plain text; return it.
 
         The system chooses one if that of the address is 0. Raise CannotBind if it is in use.
         """

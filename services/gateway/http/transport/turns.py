@@ -32,7 +32,7 @@ class Turns:
         self._count += 1
 
     def _pass_on(self) -> None:
-        """Let the next begin who still wait."""
+        """Let the next ones begin that still wait."""
         self._count = 0
         while self._waiting and self._count < AT_ONCE:
             following = self._waiting.popleft()
