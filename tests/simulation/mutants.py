@@ -385,6 +385,12 @@ MUTANTS = (
         patches={"services.gateway.session.streams.Streams._release": _nothing},
     ),
     Mutant(
+        "waits for a client that has left",
+        "goes on without its client",
+        patches={"services.gateway.session.outbox.Outbox.discard": _nothing},
+        theme="orphans",
+    ),
+    Mutant(
         "lets nobody replace an owner",
         "although all faults have ended",
         patches={"services.gateway.session.streams.Streams._take_over": _never_over},

@@ -95,6 +95,11 @@ class Verdicts:
         if not explained and session_id not in ledger.damaged:
             ledger.violate(f"{client.process.name}: {what}")
 
+    def may_fill_targets(self) -> bool:
+        """Return True if all sessions together need more blocks than a target has: it may refuse some."""
+        needed = sum(-(-it.spec.max_position // BLOCK_TOKENS) for it in self._world.schedule.sessions)
+        return needed > BLOCKS
+
     def _forgotten(self, client: SimClient) -> None:
         """Check the loss of a session: one that its owner renews, or has just renewed, must not expire.
 
@@ -124,13 +129,9 @@ class Verdicts:
             due_s = min(due_s, client.opened_s + within_s)
         if _now_s() < due_s - max(retries.first_pause_s, retries.longest_pause_s):
             self._wrong(client, error, f"gives up {due_s - _now_s():.3f} s before its time")
-        if not self._is_troubled() and not self._is_too_full(error):
+        too_full = self.may_fill_targets() and "KV memory is full" in str(error)
+        if not self._is_troubled() and not too_full:
             self._wrong(client, error, "gives up although all faults have ended")
-
-    def _is_too_full(self, error: GalleyRpcError) -> bool:
-        """Return True if a target refuses a session because all together need more blocks than it has."""
-        needed = sum(-(-it.spec.max_position // BLOCK_TOKENS) for it in self._world.schedule.sessions)
-        return needed > BLOCKS and "KV memory is full" in str(error)
 
     def _is_troubled(self) -> bool:
         """Return True if a fault is in force, or ended so recently that its effects may last."""

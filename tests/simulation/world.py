@@ -167,7 +167,7 @@ class World:
         return any(fault.kind in kinds for fault in self.schedule.faults)
 
     def _orphans_ended(self) -> bool:
-        if not self.has_only(_LEAVE_ALONE):
+        if self.verdicts.may_fill_targets() or not self.has_only(_LEAVE_ALONE):
             return True
         return all(
             self.redis.sessions.is_finished(client.spec.session_id)
