@@ -61,8 +61,8 @@ class _SessionRecord:
         self.held_since_s = 0.0
         self.excused: set[str] = set()
         """The clients whose stream an ended call has replaced, where no promise forbids that."""
-        self.claimants: set[str] = set()
-        """The clients that waited for the session when they came to own it."""
+        self.claimants: list[str] = []
+        """The clients that came to own the session by calls that they waited for, in this order."""
 
     def cut(self, length: int) -> None:
         self.former.append(list(self.log))
@@ -270,7 +270,7 @@ class Ledger:
         session.held_since_s = asyncio.get_running_loop().time()
         call.has_changed = True
         if call.waits:
-            session.claimants.add(call.near.name)
+            session.claimants.append(call.near.name)
         ended_s = call.ended_s if call.near.alive else call.near.died_s
         if former is None or former is call or ended_s is None or not former.waits:
             return
@@ -300,9 +300,9 @@ class Ledger:
                 self.left_at[owner.session_id] = asyncio.get_running_loop().time()
 
     def is_succeeded(self, session_id: str, client: str) -> bool:
-        """Return True if another client owned the session while it waited for it, or its loss was excused."""
+        """Return True if another client owned the session last and waited for it, or its loss was excused."""
         session = self._records[session_id]
-        return client in session.excused or bool(session.claimants - {client})
+        return client in session.excused or session.claimants[-1:] not in ([], [client])
 
     def committed(self, owner: Ownership, log: Sequence[int], meta: bytes) -> None:
         self.note(f"commit {owner.session_id} epoch {owner.epoch} to {len(log)}")
