@@ -118,7 +118,7 @@ bench-gpu: setup ## measure a step on a CUDA device, and how often a batch chang
 # ------------------------------------------------------------------------------------- long proofs --
 
 # The number of schedules that `make simulate` runs, the seed of the first, and its processes (those of `make mutate` too).
-SCHEDULES ?= 100000
+SCHEDULES ?= 200000
 SEED ?= 1
 WORKERS ?= 2
 # How long `make soak` keeps the load up.
@@ -189,7 +189,7 @@ prove-images: setup ## build the images without a daemon, check their contents, 
 prove-scale: setup ## run 100,000 answers over 100 gateways, 20 drafts and 50 targets on virtual time; compare with galley plan
 	@$(BIN)/python -m tests.simulation.scale.run
 
-simulate: setup ## run 100,000 schedules of faults on virtual time (SCHEDULES, SEED, WORKERS)
+simulate: setup ## run 200,000 schedules of faults on virtual time (SCHEDULES, SEED, WORKERS)
 	@$(BIN)/python -m tests.simulation.run --schedules $(SCHEDULES) --seed $(SEED) --workers $(WORKERS)
 
 chaos: setup ## disturb processes, links and the store under 16 streams, with 700 kills and 300 cuts; no token may be lost or doubled

@@ -94,7 +94,7 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--schedules", type=int, default=100_000, help="how many (default: %(default)s)")
+    parser.add_argument("--schedules", type=int, default=200_000, help="how many (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the first (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--dry", action="store_true", help="write no result")
