@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from galley.common.regular_file import read_regular
+
+_MAX_BYTES = 1 << 20
 _COMMANDS = (
     "audit bench chat check completion demo distill draft drafts gateway generate logs plan prepare ps "
     "resume stop target top trace up"
@@ -78,12 +81,16 @@ class ConfigFile:
 
 
 def read_config(path: Path) -> ConfigFile:
-    """Read a file. Raise ValueError, which names the file, if it holds anything but tables in TOML."""
+    """Read a file. Raise ValueError, which names the file, unless it is regular and holds tables in TOML."""
     try:
-        text = path.read_text(encoding="utf-8")
-        tables = tomllib.loads(text)
+        content = read_regular(path, _MAX_BYTES)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    try:
+        text = content.decode()
+        tables = tomllib.loads(text)
     except ValueError as error:
         raise ValueError(f"{path}: must be TOML: {error}") from None
     file = ConfigFile(path, text, tables)

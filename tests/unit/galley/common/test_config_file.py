@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -108,3 +109,9 @@ def test_lines_of_keys_in_every_form(file: Path) -> None:
 )
 def test_kinds_of_flags(annotation: Any, kind: type) -> None:
     assert kind_of(annotation) is kind
+
+
+def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ValueError, match=r"/fifo: must be a regular file$"):
+        read_config(tmp_path / "fifo")
