@@ -190,6 +190,8 @@ class Ledger:
             self._shortened(session, before.get(session_id, 0), after.get(session_id, 0), keeps=keeps)
             session.epochs.clear()
             session.latest = 0
+            if session.holder is not None:  # the store may have lost its claim, and have another owner again
+                session.excused.add(session.holder.near.name)
             session.holder = None
 
     def _shortened(self, session: _SessionRecord, before: int, after: int, *, keeps: bool) -> None:
