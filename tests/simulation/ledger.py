@@ -59,6 +59,8 @@ class _SessionRecord:
         self.holder: Call | None = None
         """The call by which the session has its owner; None if that is not known."""
         self.held_since_s = 0.0
+        self.finisher: Call | None = None
+        """The call whose owner has finished the session: it does not find out who owns that later."""
         self.excused: set[str] = set()
         """The clients whose stream an ended call has replaced, where no promise forbids that."""
         self.claimants: list[str] = []
@@ -285,7 +287,7 @@ class Ledger:
     def fenced_s(self, session_id: str, call: Call | None) -> float:
         """Return for how long another call than this one has held the session; 0 if none is known to."""
         session = self._records[session_id]
-        if session.holder in {None, call}:
+        if session.holder in {None, call} or call is session.finisher:
             return 0.0
         return asyncio.get_running_loop().time() - session.held_since_s
 
@@ -315,7 +317,9 @@ class Ledger:
         self.note(f"finish {owner.session_id} epoch {owner.epoch} at {len(log)}")
         self._may_write(owner)
         self._is_true(owner.session_id, log, meta)
-        if not is_over(self._records[owner.session_id].spec, log):
+        session = self._records[owner.session_id]
+        session.finisher = session.holder
+        if not is_over(session.spec, log):
             self.violate(f"{owner.session_id} was finished at {len(log)}, before its end")
 
     def _may_write(self, owner: Ownership) -> None:
