@@ -14,7 +14,7 @@ from galley.core.names import GRAMMAR
 from galley.core.records import TokenRecord
 from galley.core.sampling_params import SamplingParams
 from galley.core.session import events as ev
-from galley.core.session.drafting import Drafting, PendingProposal, remaining, valid_prefix
+from galley.core.session.drafting import Drafting, PendingProposal, joined, remaining, valid_prefix
 from galley.core.session.sources import LocalProposal
 
 PROMPT = (1, 2, 3)
@@ -210,3 +210,17 @@ def test_a_failed_draft_takes_its_own_tokens_along_and_no_others() -> None:
     here.receive(proposed(pending, 4, 5, 6, 7), answer, 0.5, 0)
     here.fail(0)
     assert offered(here, answer) == (4, 5)
+
+
+def test_chances_of_a_hint_that_is_continued_are_those_of_all_its_tokens() -> None:
+    first = Hint(3, prefix_hash(PROMPT), (4, 5), (0.5, 0.25))
+    further = Hint(5, prefix_hash((*PROMPT, 4, 5)), (6, 7), (0.5, 0.25))
+    both = joined(first, further)
+    assert (both.position, both.draft_tokens) == (3, (4, 5, 6, 7))
+    assert both.survival == (0.5, 0.25, 0.125, 0.0625)
+    unknown = joined(Hint(3, prefix_hash(PROMPT), (4, 5)), further)
+    assert unknown.draft_tokens == (4, 5, 6, 7)
+
+
+def test_no_token_after_one_that_is_never_accepted_is_likely() -> None:
+    assert Hint(3, prefix_hash(PROMPT), (4, 5), (0.0, 0.0)).chance(1) == 0.0

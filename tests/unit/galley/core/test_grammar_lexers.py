@@ -146,6 +146,20 @@ def test_what_outputs_make_lexers_learn_is_counted_and_bounded() -> None:
         np.testing.assert_array_equal(at.masks(()), rebuilt.masks(()))
 
 
+def test_a_grammar_may_be_compiled_anew_before_it_must_be() -> None:
+    compiled = compile_grammar(VOCABULARY, COUNTERS, GrammarLimits(mask_fuel=40_000))
+    at, output = compiled.start(), iter(letters(1, 300))
+    while compiled.is_ready:
+        at.masks(())
+        at.confirm([next(output)])
+    worn = compiled.lexer(may_compile=False)
+    assert not worn.is_spent
+    compiled.prepare()
+    fresh = compiled.lexer(may_compile=False)
+    assert fresh is not worn
+    assert not fresh.is_worn
+
+
 def test_a_grammar_that_was_dropped_is_the_same_for_its_sessions_and_for_new_ones() -> None:
     cache = GrammarCache(VOCABULARY, most_bytes=1)
     first = cache.compile(COUNTERS)

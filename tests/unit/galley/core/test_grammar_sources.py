@@ -172,6 +172,11 @@ def test_a_trigger_may_be_a_control_token(tmp_path: Path) -> None:
     assert at.allowed_prefix([*b"<|user|>y", end]) == 10
 
 
+def nested(lists: int) -> str:
+    """Return the schema of a constant that is nested so deeply, in one object more."""
+    return '{"const": ' + "[" * lists + "]" * lists + "}"
+
+
 DEEP = '{"not_a_keyword": ' * 65 + "{}" + "}" * 65
 WIDE = json.dumps({"type": "object", "properties": {f"p{i}": {} for i in range(600)}})
 MULTIPLES = "multipleOf must come to at most 20000 times a power of ten"
@@ -190,6 +195,7 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("grammar", 'start: %json {"multipleOf": Infinity}', "Infinity is no number of JSON"),
     ("json_schema", '{"const": "\\ud800"}', "hex escape"),
     ("json_schema", DEEP, "must be nested at most 64 levels deep"),
+    ("json_schema", nested(64), "must be nested at most 64 levels deep"),
     ("json_schema", "[" * 60_000, "must be nested at most 64 levels deep"),
     ("json_schema", '{"x-guidance": {"lenient": true}}', "must not have x-guidance"),
     ("json_schema", '{"not": {}}', 'Unimplemented keys: ["not"]'),
@@ -262,6 +268,11 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("structural_tag", '{"format": {"type": "plus", "content": 1}}', "format.content must be a JSON object"),
     ("structural_tag", '{"format": {"type": "token", "token": "<no>"}}', "format.token must be a token id"),
     ("structural_tag", '{"format": {"type": "token", "token": 99999}}', "format.token must be a token id"),
+    (
+        "structural_tag",
+        json.dumps({"format": {"type": "token", "token": VOCABULARY.size}}),
+        "format.token must be a token id",
+    ),
     ("structural_tag", '{"format": {"type": "regex"}}', "format.pattern must be a string"),
     ("structural_tag", '{"format": {"type": "json_schema"}}', "format must have json_schema"),
     ("structural_tag", '{"structures": [], "triggers": ["<"]}', "format.tags must be a list of 1 to 1000"),
@@ -288,6 +299,10 @@ def test_a_grammar_out_of_bounds_is_refused_by_its_place(kind: Kind, text: str, 
     assert error.value.field == f"structured_output.{kind}"
     assert problem in error.value.problem
     assert len(error.value.problem) < 520
+
+
+def test_a_schema_may_be_as_deep_as_the_bound() -> None:
+    assert accepts("json_schema", nested(63), "[" * 63 + "]" * 63)
 
 
 PATTERNED = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from galley.core.cost.model import StepTimes
+from galley.core.scheduler.prefill import PrefillBudget
 from tests.fakes.scheduler_world import MS, Bench, request
 from tests.fakes.truth import IDS
 
@@ -78,3 +79,10 @@ def test_what_prompt_rows_cost_is_learnt_from_their_steps(share: float) -> None:
     assert settled
     for took in settled:
         assert took == pytest.approx(ITL_NS, rel=0.1)
+
+
+def test_where_rows_cost_nothing_a_step_teaches_nothing() -> None:
+    budget = PrefillBudget(ITL_NS, lambda rows, _: 5 * MS if rows <= 100 else rows * MS)
+    before = budget.rows(256, 2, 0)
+    budget.record(3, 2, 0, 80 * MS)
+    assert budget.rows(256, 2, 0) == before

@@ -84,6 +84,13 @@ def test_the_rest_of_a_hint_stays_while_it_agrees() -> None:
     )
 
 
+def test_a_hint_after_other_tokens_is_not_verified() -> None:
+    bench = Bench()
+    item = bench.submit(request(PROMPT, credit=20))
+    bench.extend(item, hint=Hint(5, prefix_hash(wrong(PROMPT)), tuple(ANSWER[:8])))
+    assert {result.verified for result in bench.results()[item]} == {0}
+
+
 def test_a_hint_that_is_wrong_twice_running_is_dropped() -> None:
     bench = Bench()
     item = bench.submit(request(PROMPT, credit=20))

@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from galley.core.content import prefix_hash, token_bytes
+from galley.core.cost.model import StepTimes
 from galley.core.errors import Broken, GalleyError
 from galley.core.grammar.compiled import CompiledGrammar, GrammarState, compile_grammar
 from galley.core.grammar.follower import GrammarFollower
@@ -26,7 +27,7 @@ from galley.core.trees import CHAIN, ROOT, Parents, child_of, kept
 from galley.engine.masking import confirmed_mask
 from tests.fakes.draft_trees import random_tree
 from tests.fakes.engine import StrictEngine
-from tests.fakes.scheduler_world import STEEP, Bench, request, result_of
+from tests.fakes.scheduler_world import MS, STEEP, Bench, request, result_of
 from tests.fakes.states import states_of
 from tests.fakes.truth import IDS, STOP_ID
 from tests.fakes.vocabularies import allowed
@@ -161,7 +162,16 @@ def test_draft_tokens_that_the_grammar_does_not_allow_take_no_row() -> None:
     assert (second.verified, second.accepted) == (2, 2)
 
 
-def test_a_hint_is_cut_anew_at_each_position() -> None:
+def test_a_grammar_makes_no_allowed_token_less_likely() -> None:
+    compiled = grammar()
+    true = answer(compiled)
+    bench = Bench(max_rows=128, times=StepTimes.measured([(1, 10 * MS), (9, 18 * MS)]))
+    bench.engine = MaskedEngine(kv_block_tokens=4)
+    session = Session(bench, compiled)
+    item = session.submit(credit=4)
+    hint = Hint(len(PROMPT), prefix_hash(PROMPT), tuple(true[:5]), (0.99, 0.98, 0.97, 0.96, 0.95))
+    bench.extend(item, hint=hint)
+    assert bench.results()[item][0].verified == 4
     compiled = grammar(LONG)
     true = answer(compiled, 12)
     bench, _ = bench_of()

@@ -396,6 +396,19 @@ def test_each_verdict_ends_a_round() -> None:
     assert 0 < stats.draft_ns <= stats.round_ns
 
 
+def test_a_round_for_which_nothing_is_requested_has_no_k() -> None:
+    here = world(length=6)
+    here.run_to_end()
+    assert [done.k for done in here.rounds] == [4, 0], "one token is left"
+
+
+def test_without_credit_no_hint_follows_a_request() -> None:
+    here = world(length=40, credit=0)
+    here.run_to_end()
+    assert here.seen == here.truth[3:]
+    assert here.extensions == 0
+
+
 def test_the_last_credit_covers_the_rest_of_the_answer() -> None:
     here = world(k=0, credit=32, length=40)
     here.run_to_end()

@@ -123,6 +123,12 @@ def test_tokens_ahead_are_worth_their_cost(share_ns: int, row_ns: int, others_ns
     assert fixed(8, here).tokens_to_draft(8, 1.0, PLENTY, 0) == count
 
 
+def test_auto_requests_nothing_ahead_that_is_not_worth_it() -> None:
+    here, _ = shared(0.5)
+    here.share_ns = 400_000
+    assert auto(8, here).tokens_to_draft(1, 0.5, PLENTY, 0) == 0
+
+
 @pytest.mark.parametrize("rate", ["nonempty_rate", "verified_rate"])
 def test_what_is_often_empty_or_not_verified_is_worth_less(rate: str) -> None:
     for value, count in ((0.72, 3), (0.71, 0)):  # of 0.56 ms

@@ -244,6 +244,15 @@ def test_a_slow_grammar_stops_drafting() -> None:
     assert grammar.allowed_prefix(text) == len(text), "the target decides"
 
 
+def test_a_grammar_has_time_for_each_token_that_it_reads() -> None:
+    """3 ms for 40 tokens are within their time, however often."""
+    grammar = BoundedGrammar(Slow(compile_grammar(VOCABULARY, GrammarSpec("regex", "(abc12)+"))), "s")
+    output = tokens_of(VOCABULARY, "abc12" * 20)
+    for _ in range(10):
+        grammar.confirm(output)
+    assert grammar.forced(2, output[:1])
+
+
 def test_a_grammar_that_is_quick_drafts_on() -> None:
     grammar = BoundedGrammar(compile_grammar(VOCABULARY, GrammarSpec("regex", "(abc12)+")).start(), "s")
     output = tokens_of(VOCABULARY, "abc12" * 200)

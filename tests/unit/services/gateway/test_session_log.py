@@ -108,6 +108,21 @@ async def test_a_log_that_lost_its_tail_is_behind_and_held() -> None:
     assert await log.renew() is None, "the store had the session when it refused the commit"
 
 
+async def test_an_end_beyond_a_log_that_lost_its_tail_is_refused_and_the_session_held() -> None:
+    world = World()
+    log = await world.own()
+    await committed(log, commit(3, 3, 4))
+    world.store.roll_back("s", 4, encode_records([TokenRecord()]))
+    world.clock.now += TRUSTED_S * SECOND
+    behind = await log.finish(ev.StoreFinish(END, 5, prefix_hash(LOG[:5])))
+    assert isinstance(behind, ev.StoreFailed)
+    assert isinstance(behind.error, LogBehind)
+    assert behind.error.have == 4
+    world.store.forget()
+    world.clock.now += TRUSTED_S * SECOND
+    assert await log.renew() is None, "the store had the session when it refused the end"
+
+
 async def test_a_session_that_may_have_ended_is_not_recreated() -> None:
     world = World()
     log = await world.own()
