@@ -146,9 +146,11 @@ def test_what_outputs_make_lexers_learn_is_counted_and_bounded() -> None:
         np.testing.assert_array_equal(at.masks(()), rebuilt.masks(()))
 
 
-def test_a_grammar_may_be_compiled_anew_before_it_must_be() -> None:
-    compiled = compile_grammar(VOCABULARY, COUNTERS, GrammarLimits(mask_fuel=40_000))
-    at, output = compiled.start(), iter(letters(1, 300))
+@pytest.mark.parametrize("begin", ["", "only one text "])
+def test_a_grammar_may_be_compiled_anew_before_it_must_be(begin: str) -> None:
+    spec = GrammarSpec("regex", f"{begin}({COUNTERS.text})")
+    compiled = compile_grammar(VOCABULARY, spec, GrammarLimits(mask_fuel=40_000))
+    at, output = compiled.start(), iter([*begin.encode(), *letters(1, 300)])
     while compiled.is_ready:
         at.masks(())
         at.confirm([next(output)])

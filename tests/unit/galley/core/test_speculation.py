@@ -129,6 +129,14 @@ def test_auto_requests_nothing_ahead_that_is_not_worth_it() -> None:
     assert auto(8, here).tokens_to_draft(1, 0.5, PLENTY, 0) == 0
 
 
+@pytest.mark.parametrize(("confirmed", "count"), [(1.0, 4), (4.0, 0)])
+def test_the_cores_that_tokens_ahead_take_cost_what_a_step_confirms(confirmed: float, count: int) -> None:
+    # Tokens gain 0.5, 0.25, 0.125 ... ms, less 0.0525 ms for each token that a step confirms.
+    here, _ = shared(0.5, share_ns=50_000)
+    here.share_ns, here.contention, here.confirmed_per_step = MS, 1.0, confirmed
+    assert fixed(8, here).tokens_to_draft(8, 1.0, PLENTY, 0) == count
+
+
 @pytest.mark.parametrize("rate", ["nonempty_rate", "verified_rate"])
 def test_what_is_often_empty_or_not_verified_is_worth_less(rate: str) -> None:
     for value, count in ((0.72, 3), (0.71, 0)):  # of 0.56 ms
