@@ -21,6 +21,11 @@ apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
 metadata:
   {{- include "galley.metadata" . | nindent 2 }}
+spec:
+  podSelector:
+    matchLabels:
+      {{- include "galley.selector" . | nindent 6 }}
+  policyTypes: [Ingress, Egress]
 {{- end -}}
 
 {{/* Ingress of Prometheus, at the port of `.values`, or of the role. */}}
