@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from bench.loops.store import InstantStore, TimedStore
+from bench.loops.store import InstantStore, timed
 from galley.common.config.settings import settings_config
 from galley.common.server.server import Prepared, run_main
 from galley.core.store import SessionStore
@@ -25,11 +25,11 @@ class MeasuredSettings(GatewaySettings):
 
 
 def prepare_measured(settings: MeasuredSettings) -> Prepared:
-    """Return the gateway, with its store behind a TimedStore."""
+    """Return the gateway, with the commits of its store timed."""
 
     def open_store(given: GatewaySettings) -> SessionStore:
         real = settings.bench_store == "redis"
-        return TimedStore(open_redis(given) if real else InstantStore(), settings.bench_timings)
+        return timed(open_redis(given) if real else InstantStore(), settings.bench_timings)
 
     return prepare(settings, open_store)
 

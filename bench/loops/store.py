@@ -1,4 +1,4 @@
-"""Session stores for measurements: one that answers at once, and one that times another."""
+"""Session stores for measurements: one that answers at once, and any whose commits are timed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from galley.core.errors import UnknownSession
 from galley.core.store import (
@@ -124,73 +125,23 @@ def _stored(log: _Log, nonce: bytes) -> StoredSession:
     return StoredSession(owner, new.principal, new.fields, len(new.prompt), list(log.tokens), meta)
 
 
-class TimedStore(SessionStore):
-    """A wrapper of a store that appends the duration of each commit to a file, for `read_ms`.
+def timed(store: SessionStore, out: Path) -> SessionStore:
+    """Return the store, whose commits append their duration to a file from now on, for `read_ms`.
 
     The log adds this duration to a token's latency: the token is confirmed when its commit is called, and
     emitted once the call returns.
     """
+    file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    commit = store.commit
 
-    def __init__(self, store: SessionStore, out: Path) -> None:
-        self._store = store
-        self._out = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-
-    async def ping(self) -> None:
-        await self._store.ping()
-
-    async def now_ms(self, session_id: str) -> int:
-        return await self._store.now_ms(session_id)
-
-    async def read(self, session_id: str, principal: str) -> StoredSession:
-        return await self._store.read(session_id, principal)
-
-    async def create(self, new: NewSession, nonce: bytes, latest_ms: int) -> StoredSession:
-        return await self._store.create(new, nonce, latest_ms)
-
-    async def claim(self, former: Ownership, principal: str, nonce: bytes, latest_ms: int) -> StoredSession:
-        return await self._store.claim(former, principal, nonce, latest_ms)
-
-    def commit(
-        self,
-        owner: Ownership,
-        expected_len: int,
-        tokens: Sequence[int],
-        meta: bytes,
-        hashes: LogHashes,
-        directory: KvDirectory = UNCHANGED,
-    ) -> asyncio.Future[int]:
-        """Call the timed store and write the time until its response."""
+    def timed_commit(*arguments: Any) -> asyncio.Future[int]:
         began_ns = time.perf_counter_ns()
-        length = asyncio.ensure_future(
-            self._store.commit(owner, expected_len, tokens, meta, hashes, directory)
-        )
-        length.add_done_callback(
-            lambda _: os.write(self._out, _DURATION.pack(time.perf_counter_ns() - began_ns))
-        )
+        length = asyncio.ensure_future(commit(*arguments))
+        length.add_done_callback(lambda _: os.write(file, _DURATION.pack(time.perf_counter_ns() - began_ns)))
         return length
 
-    async def finish(self, owner: Ownership, expected_len: int, finish: bytes, log_hash: bytes) -> None:
-        await self._store.finish(owner, expected_len, finish, log_hash)
-
-    async def recreate(self, owner: Ownership, new: NewSession, latest_ms: int) -> None:
-        await self._store.recreate(owner, new, latest_ms)
-
-    async def renew(self, owner: Ownership) -> None:
-        await self._store.renew(owner)
-
-    async def abort(self, session_id: str, principal: str, finish: bytes, latest_ms: int) -> None:
-        await self._store.abort(session_id, principal, finish, latest_ms)
-
-    async def delete(self, session_id: str, principal: str, latest_ms: int) -> None:
-        await self._store.delete(session_id, principal, latest_ms)
-
-    async def exchange(self, bucket: TokenBucket, exchange: Exchange) -> Exchanged:
-        return await self._store.exchange(bucket, exchange)
-
-    async def close(self) -> None:
-        """Close the other store and the file."""
-        await self._store.close()
-        os.close(self._out)
+    store.commit = timed_commit  # type: ignore[assignment]  # of this store alone
+    return store
 
 
 def read_ms(path: Path, start: int) -> tuple[list[float], int]:
