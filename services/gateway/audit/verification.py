@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 
 import grpc
@@ -18,6 +17,7 @@ from galley.core.session.events import VerifyEvent
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import SECOND
 from services.gateway.replicas import messages
+from services.gateway.replicas.clients import OnlyResponse
 from services.gateway.replicas.targets import TargetReplica
 
 AUDIT_PREFIX = "audit-"
@@ -28,23 +28,6 @@ _TOP_LOGPROBS = 20
 _MEET_S = 1.0
 _LOOK_S = 0.05
 """Time between two looks at whether sessions have come while a target computes for an audit."""
-
-
-class _OnlyResponse:
-    """Receive the only response to a request, after those to the requests of sessions."""
-
-    has_begun = True
-
-    def __init__(self) -> None:
-        self.future: asyncio.Future[pb.VerifyAnswer] = asyncio.get_running_loop().create_future()
-
-    def put(self, responses: Sequence[pb.VerifyAnswer]) -> None:
-        if not self.future.done():
-            self.future.set_result(responses[0])
-
-    def fail(self, error: Exception) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
 
 
 def audited_spec(spec: SessionSpec) -> SessionSpec:
@@ -83,7 +66,7 @@ class AuditedReplica:
 
     async def verify(self, request: ev.Verify) -> VerifyEvent:
         """Return the response to a request; what goes wrong is a Failed."""
-        only = _OnlyResponse()
+        only = OnlyResponse[pb.VerifyAnswer](has_begun=True)
         try:
             async with asyncio.timeout(self._timeout_ns / SECOND):
                 item = await messages.verify_item(self._spec, request, self._timeout_ns, "")

@@ -133,12 +133,11 @@ class OpenRequest(Generic[ResponseT]):
         return len(responses)
 
 
-class _OnlyResponse(Generic[ResponseT]):
-    """Receive the only response of a request."""
+class OnlyResponse(Generic[ResponseT]):
+    """Receive the only response of a request; `has_begun`: after those to the requests of sessions."""
 
-    has_begun = False
-
-    def __init__(self) -> None:
+    def __init__(self, *, has_begun: bool = False) -> None:
+        self.has_begun = has_begun
         self.future: asyncio.Future[ResponseT] = asyncio.get_running_loop().create_future()
 
     def put(self, responses: Sequence[ResponseT]) -> None:
@@ -222,7 +221,7 @@ class RequestStream(Generic[RequestT, ResponseT]):
 
         Raise AioRpcError or Unavailable.
         """
-        only: _OnlyResponse[ResponseT] = _OnlyResponse()
+        only: OnlyResponse[ResponseT] = OnlyResponse()
         opened = self.open(request, only)
         try:
             return await only.future
