@@ -17,7 +17,7 @@ from galley.common.host import this_host
 from galley.common.logs import get_logger
 from galley.common.metrics.registry import Registry
 from galley.common.models.grammars import ReplicaGrammars, load_grammars
-from galley.common.registry.leases import TARGET_POOL, target_lease
+from galley.common.registry.leases import MAX_CACHED_PREFIXES, TARGET_POOL, target_lease
 from galley.common.registry.registration import registered
 from galley.common.server.process import in_passing_thread
 from galley.common.server.requests import answer_of, failure_status, respond_all, respond_stream
@@ -46,8 +46,6 @@ _OpenRequests: TypeAlias = dict[tuple[str, int], OpenRequest]
 
 # Likeliest tokens listed a position; each takes 12 bytes on the wire and 8 in the log.
 MAX_TOP_LOGPROBS = 128
-# Hashes of cached blocks in a lease: those of prefixes that many sessions share.
-_MAX_CACHED_PREFIXES = 512
 # A session without a request for this time has ended, or its gateway will find another replica.
 _QUIET_S = 0.5
 # Longest time that a step waits for a draft that is due; it waits only where that pays.
@@ -116,7 +114,7 @@ class TargetService(rpc.TargetServicer):
         return self.describe()
 
     def lease(self, address: str) -> TargetLease:
-        return target_lease(address, self.describe(), self._engine.kv.cached_prefixes(_MAX_CACHED_PREFIXES))
+        return target_lease(address, self.describe(), self._engine.kv.cached_prefixes(MAX_CACHED_PREFIXES))
 
     async def quiet(self) -> None:
         await self._loop.quiet(_QUIET_S)

@@ -43,6 +43,7 @@ DRAFT_POOL = LeasePool("draft", DraftLease)
 DEFAULT_POOL = "default"
 DEFAULT_LEASE_S = 3.0
 MAX_CACHED_PREFIXES = 512
+"""Hashes of cached blocks in a lease: those of prefixes that many sessions share."""
 
 _POOL_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 

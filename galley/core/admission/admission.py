@@ -63,8 +63,9 @@ ANONYMOUS = Principal(ANONYMOUS_NAME, learns=True)
 
 
 _SECOND = 1_000_000_000
-_LEAST_WAIT_NS = 50_000_000
-_MOST_WAIT_NS = 60 * _SECOND
+# Bounds of the retry time of a refusal.
+LEAST_WAIT_NS = 50_000_000
+MOST_WAIT_NS = 60 * _SECOND
 _FIRST_LENGTH_NS = 1 * _SECOND
 # Weight of the latest stream in the mean length.
 _NEWEST = 0.2
@@ -94,8 +95,8 @@ class Turnover:
 
     def next_wait_ns(self, slots: int, now: int) -> int:
         gap = (self._length_ns or _FIRST_LENGTH_NS) / slots
-        self._assigned_ns = min(max(self._assigned_ns, now) + int(gap), now + _MOST_WAIT_NS)
-        return max(self._assigned_ns - now, _LEAST_WAIT_NS)
+        self._assigned_ns = min(max(self._assigned_ns, now) + int(gap), now + MOST_WAIT_NS)
+        return max(self._assigned_ns - now, LEAST_WAIT_NS)
 
 
 @dataclass(slots=True)

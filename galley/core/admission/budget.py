@@ -14,7 +14,7 @@ clock. A gateway leases tokens from it ahead of need, and takes what calls reser
 
 from __future__ import annotations
 
-from galley.core.admission.admission import Principal, PrincipalLimits
+from galley.core.admission.admission import LEAST_WAIT_NS, MOST_WAIT_NS, Principal, PrincipalLimits
 from galley.core.store import Exchange, Exchanged, TokenBucket
 
 IDLE_NS = 1_000_000_000
@@ -22,8 +22,6 @@ IDLE_NS = 1_000_000_000
 _LEASED_SHARE = 16
 """A gateway leases at most the burst divided by this."""
 _SECOND = 1_000_000_000
-_LEAST_WAIT_NS = 50_000_000
-_MOST_WAIT_NS = 60 * _SECOND
 _LONGEST_NS = 10**9 * _SECOND
 _KNOWN_NS = 1 * _SECOND
 """Longest time for which a gateway refuses by what the bucket last held."""
@@ -118,8 +116,8 @@ class BudgetLease:
         after_others_ns = now
         if self._assigned_ns > now:
             after_others_ns = self._assigned_ns + self._fill_ns(min(tokens, self._limits.burst))
-        self._assigned_ns = max(self._ready_ns(tokens), min(after_others_ns, now + _MOST_WAIT_NS))
-        return max(self._assigned_ns - now, _LEAST_WAIT_NS)
+        self._assigned_ns = max(self._ready_ns(tokens), min(after_others_ns, now + MOST_WAIT_NS))
+        return max(self._assigned_ns - now, LEAST_WAIT_NS)
 
     def _ready_ns(self, tokens: int) -> int:
         """Return when the bucket admits a call of `tokens`, by what it held last."""
