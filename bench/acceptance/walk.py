@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol
 
 from bench.acceptance.prices import Visit
 from galley.core.content import prefix_hash
@@ -33,10 +32,6 @@ class Walk:
     chains: tuple[Visit, ...]
     trees: tuple[Visit, ...]
     listed: tuple[tuple[int, ...], ...]
-
-
-class _Strategy(Protocol):
-    def begin(self, jobs: Sequence[DraftJob]) -> Sequence[Proposal]: ...
 
 
 class Walker:

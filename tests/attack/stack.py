@@ -85,10 +85,6 @@ class ProcessState:
     logged: int
     held_s: float
 
-    @property
-    def task_count(self) -> int:
-        return sum(tasks.total() for tasks in self.tasks.values())
-
     def calls(self, service: str) -> int:
         """Return the number of open calls of a service."""
         return self.tasks[service][CALL]

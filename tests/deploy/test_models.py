@@ -226,7 +226,6 @@ def test_image_volumes_need_a_kubernetes_that_has_them() -> None:
         helm("template", "galley", str(CHART), "--kube-version", "1.32.9", values=values)
 
 
-OWN_CLAIM = {"modelCache": {"persistence": {"existingClaim": "mine"}}}
 KEPT = {"persistence": {"enabled": True, "size": "20Gi"}}
 TRAINED = {"model": "example/head", "target_model": "example/big@abc"}
 TWO_OF_ONE = {

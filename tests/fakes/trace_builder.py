@@ -95,7 +95,7 @@ class RequestMaker:
         self.position = self.position or self.prompt
         self.rounds: list[Span] = []
         self._index = self.first_index
-        self._accepted = self._verified = self._drafted = self._confirmed = 0
+        self._accepted = self._verified = self._drafted = 0
 
     @property
     def key(self) -> tuple[str, str]:
@@ -194,7 +194,6 @@ class RequestMaker:
         self._accepted += accepted
         self._verified += verified
         self._drafted += verified
-        self._confirmed += confirmed
         return self
 
     def call(

@@ -43,7 +43,6 @@ _STYLES = {
     "replicate": WHOLE,
     "replicated_with_grad_allreduce": WHOLE,  # inference has no gradients
 }
-_HEAD_STYLES = {"colwise_gather_output", "colwise_rep"}
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 _COUNTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 

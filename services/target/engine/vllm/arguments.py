@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 
 from galley.core.errors import UnsupportedModel
@@ -143,7 +142,3 @@ def refuse_unknown(given: Mapping[str, object], known: frozenset[str]) -> None:
     for name in given:
         if name not in known:
             raise ValueError(f"vllm_args.{name}: must be an argument of vLLM's engine (EngineArgs)")
-
-
-def is_installed() -> bool:
-    return find_spec("vllm") is not None

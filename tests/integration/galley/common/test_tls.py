@@ -52,11 +52,6 @@ class Parties:
     def trusting(self, authority: Authority, of: Authority) -> Mounted:
         return mounted(self.directory / "another", authority.ca, of.issue("another"))
 
-    def both_authorities(self) -> Path:
-        path = self.directory / "both.ca"
-        path.write_bytes(self.authority.ca.read_bytes() + self.other.ca.read_bytes())
-        return path
-
 
 @pytest.fixture
 def parties(tmp_path: Path) -> Parties:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 # A start takes minutes on a busy machine, in which each rank imports vLLM.
 MARKS = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 BLOCK_TOKENS = 32
-StartCore: TypeAlias = "Callable[..., VllmCore]"
 
 
 @contextmanager
