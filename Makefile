@@ -126,6 +126,8 @@ MINUTES ?= 30
 # The number of mutants that `make mutate` draws with SEED; 0: all. ONLY: the begin of their keys.
 MUTANTS ?= 300
 ONLY ?=
+# The protocol of the second principal of `make prove-attacks`: grpc or http.
+PROTOCOL ?= grpc
 
 .PHONY: prove-noise prove-drafting prove-tokens prove-structured prove-engine prove-vllm prove-ray prove-ownership prove-audits prove-attacks prove-http
 .PHONY: prove-living prove-shared-answers prove-load-tools prove-boot prove-cluster prove-images prove-scale simulate chaos soak mutate mutate-known
@@ -163,8 +165,8 @@ prove-audits: setup ## plant 20 faults, then audit a million tokens; prove that 
 prove-living: setup ## 10,000 sessions whose workloads drift, drafts that learn, three bad ones; prove that no token differs and bad drafts go back
 	@$(BIN)/python -m bench.living.prove
 
-prove-attacks: setup ## send 200,000 fuzzed messages, floods, storms and idle streams; prove that nothing crashes, leaks or delays others
-	@$(BIN)/python -m bench.prove_attacks
+prove-attacks: setup ## send 200,000 fuzzed messages, floods, storms and idle streams; prove that nothing crashes, leaks or delays others (PROTOCOL)
+	@$(BIN)/python -m bench.prove_attacks --protocol $(PROTOCOL)
 
 prove-http: setup ## send 2,000 cases made from the gateway's OpenAPI description; prove that all responses keep to it
 	@$(BIN)/python -m bench.prove_http

@@ -10,7 +10,8 @@ of calls; damaged logs; keys in a FIFO and on a mount that hangs; no file descri
 malformed requests, header bombs, bodies made to harm, slow requests, unread responses, storms and idle
 connections. `--protocol` chooses the protocol of the second principal. A full store is left to tests: there
 every stream pauses. Memory is read after each part, after a garbage collection. Prints goals, writes
-bench/results/attacks.json; exits 1 if it finds a fault or misses a goal.
+bench/results/attacks.json, or attacks-http.json for `--protocol http`; exits 1 if it finds a fault or misses
+a goal.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 from bench.harness import BENCH, Goal, goal_lines, result_path, write_record
 from galley.trace.read.otlp_file import Lines, spans_in
 from tests.attack import floods, storms
-from tests.attack.bystander import PROTOCOLS, BystanderProcess, bystander_process
+from tests.attack.bystander import GRPC, PROTOCOLS, BystanderProcess, bystander_process
 from tests.attack.campaign import Campaign
 from tests.attack.http.campaign import http_parts
 from tests.attack.stack import (
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "faults": proof.faults,
         "held": held,
     }
-    path = result_path("attacks", given.results)
+    path = result_path("attacks" if given.protocol == GRPC else f"attacks-{given.protocol}", given.results)
     write_record(path, record)
     for line in (*goal_lines(goals), *(f"fault: {fault}" for fault in proof.faults), f"record: {path}"):
         print(line)
