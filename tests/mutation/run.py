@@ -39,7 +39,7 @@ TESTS = (
     "tests/integration/services/gateway/test_jwks_client.py",
     "tests/simulation/test_store_model.py",
 )
-LEFT_OUT = r"/test_store\.py.*\[(redis|cluster)|_within_a_second\["
+LEFT_OUT = r"/test_store\.py.*\[(redis|cluster)|_within_a_second\[|_that_is_quick_"
 """Tests that run the same code of ours on other servers; tests of CPU time, which recording adds to."""
 LIBRARIES = (
     "google.rpc.status_pb2",
