@@ -192,7 +192,7 @@ class Ledger:
             self._shortened(session, before.get(session_id, 0), after.get(session_id, 0), keeps=keeps)
             session.epochs.clear()
             session.latest = 0
-            if session.holder is not None:  # the store may have lost its claim, and have another owner again
+            if session.holder is not None and not keeps:  # the claim may be lost, the owner before back
                 session.excused.add(session.holder.near.name)
             session.holder = None
 
@@ -287,7 +287,7 @@ class Ledger:
     def fenced_s(self, session_id: str, call: Call | None) -> float:
         """Return for how long another call than this one has held the session; 0 if none is known to."""
         session = self._records[session_id]
-        if session.holder in {None, call} or call is session.finisher:
+        if session.holder in {None, call} or (call is not None and call is session.finisher):
             return 0.0
         return asyncio.get_running_loop().time() - session.held_since_s
 
@@ -313,12 +313,12 @@ class Ledger:
         self._may_write(owner)
         self._is_true(owner.session_id, log, meta)
 
-    def finished(self, owner: Ownership, log: Sequence[int], meta: bytes) -> None:
+    def finished(self, owner: Ownership, log: Sequence[int], meta: bytes, call: Call | None) -> None:
         self.note(f"finish {owner.session_id} epoch {owner.epoch} at {len(log)}")
         self._may_write(owner)
         self._is_true(owner.session_id, log, meta)
         session = self._records[owner.session_id]
-        session.finisher = session.holder
+        session.finisher = call
         if not is_over(session.spec, log):
             self.violate(f"{owner.session_id} was finished at {len(log)}, before its end")
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from galley.core.answer.answer import Answer, Chunk, SessionSpec
 from galley.core.content import chain_start
-from galley.core.errors import GalleyError
+from galley.core.errors import Fenced, GalleyError
 from galley.core.grammar.compiled import CompiledGrammar, GrammarState
 from galley.core.grammar.follower import GrammarFollower
 from galley.core.kv.session import KvSession
@@ -27,7 +27,7 @@ from galley.core.routing.breaker import Breaker
 from galley.core.routing.choice import DraftCandidate, choose_draft
 from galley.core.session.delivery import Delivery
 from galley.core.session.drafting import Drafting
-from galley.core.session.events import Replica
+from galley.core.session.events import Replica, StoreFailed
 from galley.core.step import Draw, Sampled, StepChunk, StepOutcome, StepPlan, StepTrace
 from galley.core.store import Exchange, Exchanged, OwnerChanged, StoredSession, TokenBucket
 from galley.core.versions.split import Split
@@ -206,6 +206,11 @@ async def _never_over(_streams: Streams, _slot: object, held: StoredSession, *_:
 
 async def _no_renewal(_log: SessionLog) -> None:
     await asyncio.Future()
+
+
+async def _fenced_by_nobody(log: SessionLog) -> StoreFailed:
+    await asyncio.sleep(0.5)
+    return StoreFailed(Fenced(log.owner.session_id))
 
 
 def _one_less(positions: Sequence[Position]) -> str:
@@ -437,6 +442,11 @@ MUTANTS = (
         "its session has expired",
         patches={"services.gateway.store.session_log.SessionLog.keep_alive": _no_renewal},
         theme="standing still",
+    ),
+    Mutant(
+        "takes a session for another owner's that nobody claimed",
+        "is fenced without a living successor",
+        patches={"services.gateway.store.session_log.SessionLog.keep_alive": _fenced_by_nobody},
     ),
     Mutant(
         "reserves nothing at Resume",

@@ -196,12 +196,8 @@ class Schedule:
         return faults_s if self.versions is None else max(faults_s, self.versions.settled_s)
 
     def _lasts_s(self, fault: Fault) -> float:
-        """Return how long a fault is in force.
-
-        A part that drains is replaced after `drain_s`; that a client is elsewhere is noticed by `pings_s`.
-        """
-        lasts_s = {"drain": self.timing.drain_s, "elsewhere": self.timing.pings_s}
-        return lasts_s.get(fault.kind, fault.for_s)
+        """Return how long a fault is in force: a part that drains is replaced after `drain_s`."""
+        return self.timing.drain_s if fault.kind == "drain" else fault.for_s
 
     def with_faults(self, faults: tuple[Fault, ...]) -> Schedule:
         return replace(self, faults=faults)

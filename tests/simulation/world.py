@@ -124,7 +124,7 @@ class World:
         if self.versions is not None:
             await self._until(self._versions_settled, _HEALED_S, "versions of drafts are not settled")
         await self._audit()
-        await asyncio.sleep(_SETTLE_S)
+        await asyncio.sleep(max(_SETTLE_S, self.network.moves_known_s - loop.time()))
         await self._until(self._replicas_rest, _HEALED_S, "a replica works for nobody, or holds its blocks")
         unrest = "a gateway is not ready, or has streams that nobody uses"
         await self._until(self._gateways_rest, _HEALED_S, unrest)

@@ -91,6 +91,8 @@ class Network:
         self.connections: dict[int, Connection] = {}
         self.keepalive_s = keepalive_s
         self.pings_s = pings_s
+        self.moves_known_s = 0.0
+        """When servers know of all clients that have moved."""
         self._seed = seed
         self._links: dict[tuple[str, str], Callable[[], float]] = {}
         self._cut_until: dict[tuple[str, str], float] = {}
@@ -170,6 +172,7 @@ class Network:
 
     def move(self, client: str) -> None:
         """Give a client another address: its connections are broken, which servers find out by pings."""
+        self.moves_known_s = asyncio.get_running_loop().time() + self.pings_s
         for it in self._of(lambda it: it.near.name == client):
             it.give_up("the client's network changed", near=True, silent=True)
             self._give_up_after(self.pings_s, it, False, "keepalive ping timed out")

@@ -355,9 +355,11 @@ class SimStore(SessionStore):
         return length
 
     async def finish(self, owner: Ownership, expected_len: int, finish: bytes, log_hash: bytes) -> None:
+        call = current_call()
+
         def store_finish() -> None:
             at_once(self._sessions.finish(owner, expected_len, finish, log_hash))
-            self._ledger.finished(owner, *self._sessions.held(owner.session_id))
+            self._ledger.finished(owner, *self._sessions.held(owner.session_id), call)
 
         await self._redis.call(self._caller, store_finish, owner.session_id)
 
