@@ -46,8 +46,8 @@ class Tree:
                     yield path.relative_to(self.root).as_posix()
 
     def digest(self, paths: Iterable[str]) -> str:
-        """Return a digest of these files and of what the tests share."""
-        return digest(self._shared, *((self.root / path).read_text() for path in paths))
+        """Return a digest of these files, of what the tests share, and of the tests that are left out."""
+        return digest(self.left_out, self._shared, *((self.root / path).read_text() for path in paths))
 
     @cached_property
     def _shared(self) -> str:
