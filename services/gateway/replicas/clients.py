@@ -134,7 +134,7 @@ class OpenRequest(Generic[ResponseT]):
 
 
 class OnlyResponse(Generic[ResponseT]):
-    """Receive the only response of a request; `has_begun`: after those to the requests of sessions."""
+    """Receive the only response of a request; if it `has_begun`, after those of requests that have not."""
 
     def __init__(self, *, has_begun: bool = False) -> None:
         self.has_begun = has_begun
