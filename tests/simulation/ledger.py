@@ -63,8 +63,8 @@ class _SessionRecord:
         """The call whose owner has finished the session: it does not find out who owns that later."""
         self.excused: set[str] = set()
         """The clients whose stream an ended call has replaced, where no promise forbids that."""
-        self.claimants: list[str] = []
-        """The clients that came to own the session by calls that they waited for, in this order."""
+        self.claimant: str | None = None
+        """The client that came to own the session last by a call that it waited for."""
 
     def cut(self, length: int) -> None:
         self.former.append(list(self.log))
@@ -274,7 +274,7 @@ class Ledger:
         session.held_since_s = asyncio.get_running_loop().time()
         call.has_changed = True
         if call.waits:
-            session.claimants.append(call.near.name)
+            session.claimant = call.near.name
         ended_s = call.ended_s if call.near.alive else call.near.died_s
         if former is None or former is call or ended_s is None or not former.waits:
             return
@@ -306,7 +306,7 @@ class Ledger:
     def is_succeeded(self, session_id: str, client: str) -> bool:
         """Return True if another client owned the session last and waited for it, or its loss was excused."""
         session = self._records[session_id]
-        return client in session.excused or session.claimants[-1:] not in ([], [client])
+        return client in session.excused or session.claimant not in {None, client}
 
     def committed(self, owner: Ownership, log: Sequence[int], meta: bytes) -> None:
         self.note(f"commit {owner.session_id} epoch {owner.epoch} to {len(log)}")

@@ -1,4 +1,4 @@
-"""What audits begin with."""
+"""The priority of audits, and their totals before the first."""
 
 from __future__ import annotations
 

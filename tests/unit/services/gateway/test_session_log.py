@@ -93,34 +93,21 @@ async def test_an_idle_session_is_recreated_by_a_renewal() -> None:
     assert world.store.log("s") == [1, 2, 3]
 
 
-async def test_a_log_that_lost_its_tail_is_behind_and_held() -> None:
+@pytest.mark.parametrize("ends", [False, True])
+async def test_a_log_that_lost_its_tail_is_behind_and_held(ends: bool) -> None:
     world = World()
     log = await world.own()
     await committed(log, commit(3, 3, 4))
     world.store.roll_back("s", 4, encode_records([TokenRecord()]))
     world.clock.now += TRUSTED_S * SECOND
-    behind = await committed(log, commit(5, 5))
+    end = ev.StoreFinish(END, 5, prefix_hash(LOG[:5]))
+    behind = await (log.finish(end) if ends else committed(log, commit(5, 5)))
     assert isinstance(behind, ev.StoreFailed)
     assert isinstance(behind.error, LogBehind)
     assert (behind.error.have, behind.error.log_hash) == (4, prefix_hash(LOG[:4]))
     world.store.forget()
     world.clock.now += TRUSTED_S * SECOND
-    assert await log.renew() is None, "the store had the session when it refused the commit"
-
-
-async def test_an_end_beyond_a_log_that_lost_its_tail_is_refused_and_the_session_held() -> None:
-    world = World()
-    log = await world.own()
-    await committed(log, commit(3, 3, 4))
-    world.store.roll_back("s", 4, encode_records([TokenRecord()]))
-    world.clock.now += TRUSTED_S * SECOND
-    behind = await log.finish(ev.StoreFinish(END, 5, prefix_hash(LOG[:5])))
-    assert isinstance(behind, ev.StoreFailed)
-    assert isinstance(behind.error, LogBehind)
-    assert behind.error.have == 4
-    world.store.forget()
-    world.clock.now += TRUSTED_S * SECOND
-    assert await log.renew() is None, "the store had the session when it refused the end"
+    assert await log.renew() is None, "the store had the session when it refused the call"
 
 
 async def test_a_session_that_may_have_ended_is_not_recreated() -> None:
