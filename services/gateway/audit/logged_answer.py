@@ -14,8 +14,8 @@ from galley.core.store import StoredSession
 from services.gateway.session.replay import stored_spec
 
 _PIECE_TOKENS = 32 * 1024
-_SLICE_RECORDS = 1024
-"""Tokens that are compared, and records that are read, before others get a turn: about 1 ms."""
+_SLICE_RECORDS = 256
+"""Tokens that are compared, and records that are read, before others get a turn: about 1 ms with logprobs."""
 
 
 @dataclass(frozen=True, slots=True)
