@@ -85,7 +85,10 @@ def _name(handle: Any) -> str:
         frame = getattr(waiting, "cr_frame", None) or getattr(waiting, "ag_frame", None)
         if frame is not None:
             names.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
-        waiting = getattr(waiting, "cr_await", None) or getattr(waiting, "ag_await", None)
+        if type(waiting).__name__ in {"coroutine_wrapper", "async_generator_asend"}:  # these hide it
+            waiting = next(iter(gc.get_referents(waiting)), None)
+        else:
+            waiting = getattr(waiting, "cr_await", None) or getattr(waiting, "ag_await", None)
     return " ".join(names[-3:]) or "done"
 
 

@@ -1,9 +1,14 @@
-"""No call holds the event loop of a gateway for more than 5 ms of CPU time."""
+"""No call holds the event loop of a gateway for more than 5 ms of CPU time.
+
+That is a bound of work, which this test measures in time: on a slower machine, or one whose cores are shared,
+the bound grows as the time of a fixed piece of work does, which is measured beside each case beyond 5 ms.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gzip
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -29,6 +34,9 @@ from tests.fakes.world import ID_SECRET, World
 
 MOST_MS = 5.0
 MOST_GC_MS = 15.0
+WORK_MS = 2.0
+"""CPU time of `work` where the bounds hold as they are."""
+MOST_SLOWNESS = 4.0
 """A collection of garbage in a turn counts apart: it visits what all calls have made."""
 TRIES = 8
 """Each case counts with its best try: what else runs on the machine costs CPU time, too."""
@@ -37,6 +45,7 @@ MIB = 1 << 20
 IDS = [1000 + index % (VOCAB - 1000) for index in range(CONTEXT - 100)]
 TEXT = "The quick brown fox. " * (CONTEXT // 21 - 20)
 LONG_TOKENS = 2000
+WORK = pb.TokenIds(ids=IDS).SerializeToString()
 _UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 
 
@@ -196,6 +205,27 @@ async def measured(world: World, turns_at: Path, monkeypatch: pytest.MonkeyPatch
             yield Calls(rpc.GenerationStub(channel), channel, client)
 
 
+def work() -> None:
+    """Take CPU time as a gateway does: in libraries and in Python, about 4 to 1."""
+    pb.TokenIds.FromString(WORK)
+    for _ in range(20_000):
+        pass
+
+
+def slowness() -> float:
+    """Return how many times WORK_MS the work takes now, but at least 1 and at most MOST_SLOWNESS."""
+    took_ns = []
+    for _ in range(5):
+        began_ns = time.thread_time_ns()
+        work()
+        took_ns.append(time.thread_time_ns() - began_ns)
+    return min(max(1.0, min(took_ns) / 1e6 / WORK_MS), MOST_SLOWNESS)
+
+
+def is_short(turn: Turn, slow: float = 1.0) -> bool:
+    return turn.own_ms <= MOST_MS * slow and turn.gc_ms <= MOST_GC_MS * slow
+
+
 async def longest(on: Calls, turns: Turns, case: Callable[[Calls], Awaitable[object]]) -> Turn:
     turns.take()
     async with asyncio.timeout(PATIENCE_S):
@@ -216,9 +246,14 @@ async def test_no_turn_takes_more_than_five_milliseconds(
         too_long = []
         for name, case in CASES.items():
             best = await longest(on, turns, case)
-            for _ in range(TRIES - 1):
-                if best.own_ms > MOST_MS or best.gc_ms > MOST_GC_MS:
-                    best = min(best, await longest(on, turns, case), key=lambda turn: turn.ms)
-            if best.own_ms > MOST_MS or best.gc_ms > MOST_GC_MS:
-                too_long.append(f"{name}: {best.ms:.1f} ms, {best.gc_ms:.1f} of them garbage, {best.name}")
+            slow, tries = 1.0, 1
+            while not is_short(best, slow) and tries < TRIES:
+                slow = max(slow, slowness())
+                best = min(best, await longest(on, turns, case), key=lambda turn: turn.ms)
+                tries += 1
+            if not is_short(best, slow):
+                too_long.append(
+                    f"{name}: {best.ms:.1f} ms, {best.gc_ms:.1f} of them garbage, {best.name}; "
+                    f"this machine takes {slow:.1f} times as long as others"
+                )
     assert not too_long, "\n".join(too_long)
