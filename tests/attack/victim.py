@@ -51,6 +51,7 @@ from services.target.settings import TargetSettings
 from tests.attack.stack import CALL, HEALTH, HTTP, MAX_MESSAGE_BYTES, TRACES, files_allowed
 from tests.fakes.engine import KnownEngine
 from tests.fakes.truth import END, VOCAB, true_next
+from tests.fakes.world import NO_CALLER
 
 _PASS_S = 0.002
 _TICK_S = 0.01
@@ -235,9 +236,7 @@ class _Errors(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         line = f"{record.name}: {record.msg}"
-        if line.startswith(
-            ("opentelemetry.exporter.", "grpc._cython.cygrpc: ExecuteBatchError raised in core")
-        ):
+        if line.startswith(("opentelemetry.exporter.", NO_CALLER)):
             return
         problem = record.exc_info and record.exc_info[1]
         self._note(f"{line} {problem!r}")
