@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 # Roughly how many of the last verdicts of a bucket count: acceptance drifts with the text.
 MEMORY = 256
+LEAST_SURVIVAL = 0.02
+"""A token that is less likely to be accepted is not worth its bytes."""
 
 
 class Calibration:
@@ -33,6 +35,20 @@ class Calibration:
         prior = self._prior[bucket] if self._overall is None else self._overall.chance(bucket)
         accepted = self._accepted[bucket] + self._strength * prior
         return min(1.0, accepted / (self._verified[bucket] + self._strength))
+
+    def survival(self, buckets: Iterable[int]) -> list[float]:
+        """Return for the token of each bucket the chance that it and those before it are accepted.
+
+        End at the first token below LEAST_SURVIVAL.
+        """
+        chances: list[float] = []
+        surviving = 1.0
+        for bucket in buckets:
+            surviving *= self.chance(bucket)
+            if surviving < LEAST_SURVIVAL:
+                break
+            chances.append(surviving)
+        return chances
 
     def record(self, bucket: int, accepted: bool) -> None:
         if self._overall is not None:

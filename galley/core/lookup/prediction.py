@@ -23,8 +23,6 @@ _LONGEST = 16
 _AGREEING = (0, 1, 2, 3, 5, 9, 17)
 PRIOR = (0.8, 0.5, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97)
 STRENGTH = 10.0
-# A token that is less likely to be accepted is not worth its bytes.
-_LEAST_SURVIVAL = 0.02
 
 
 def prediction_calibration() -> Calibration:
@@ -95,13 +93,8 @@ class PredictionLookup:
         for token in ahead:
             place = self._step(place, token, recent)
             recent.append(token)
-        survival: list[float] = []
-        surviving = 1.0
-        for index in range(min(count, len(self._tokens) - place.next)):
-            surviving *= self._calibration.chance(place.evidence(index))
-            if surviving < _LEAST_SURVIVAL:
-                break
-            survival.append(surviving)
+        most = min(count, len(self._tokens) - place.next)
+        survival = self._calibration.survival(map(place.evidence, range(most)))
         return tuple(self._tokens[place.next : place.next + len(survival)]), tuple(survival)
 
     def _step(self, place: _Place, token: int, recent: Sequence[int]) -> _Place:

@@ -22,8 +22,6 @@ from services.draft.answers.mailbox import Kind, SharedAnswers, SharedKind
 from services.draft.strategies.base import DraftJob, DraftSession, Proposal
 from services.draft.strategies.grammars import DraftGrammars
 
-# A token that is less likely to be accepted is not worth its bytes.
-_LEAST_SURVIVAL = 0.02
 # Kinds whose answers are kept: 8 MB each at most.
 MOST_KINDS = 32
 # Tokens of a session that one step indexes, in some milliseconds: a long prompt must not delay the others.
@@ -170,7 +168,7 @@ class NgramStrategy:
         tokens = _up_to_a_stop(match.found, job.slice.stop_token_ids)
         if (state := self._grammars.state_of(job)) is not None:
             tokens = tokens[: state.allowed_prefix(tokens, ahead)]
-        proposal.survival = _survival(calibration, match, len(tokens))
+        proposal.survival = calibration.survival(class_of(match, i) for i in range(len(tokens)))
         proposal.tokens = list(tokens[: len(proposal.survival)])
         proposal.sources = [match.source] * len(proposal.tokens)
         if proposal.tokens:
@@ -181,18 +179,6 @@ class NgramStrategy:
 def _record(calibration: Calibration, match: Match, i: int, accepted: bool) -> None:
     """Record whether the i-th token after the match was accepted, those before having been."""
     calibration.record(class_of(match, i), accepted)
-
-
-def _survival(calibration: Calibration, match: Match, count: int) -> list[float]:
-    """Return for each of `count` tokens the probability that it and those before it are accepted."""
-    survival: list[float] = []
-    surviving = 1.0
-    for i in range(count):
-        surviving *= calibration.chance(class_of(match, i))
-        if surviving < _LEAST_SURVIVAL:
-            break
-        survival.append(surviving)
-    return survival
 
 
 def _up_to_a_stop(found: LookupResult, stop_token_ids: frozenset[int]) -> tuple[int, ...]:

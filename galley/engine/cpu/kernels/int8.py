@@ -30,6 +30,7 @@ from galley.engine.cpu.kernels.ops import (
     narrow,
     splat,
     switch_rows,
+    vector_at,
     widen,
 )
 
@@ -165,7 +166,7 @@ def _emit_group(
                 for part in by.parts
             ]
             for row, start in zip(dots, starts, strict=True):
-                few = _load(builder, cgutils.gep_inbounds(builder, start, first), step * by.depth, _I32)
+                few = vector_at(builder, cgutils.gep_inbounds(builder, start, first), step * by.depth, _I32)
                 for dot, lane in zip(row, lanes, strict=True):
                     known = add_dot(builder, builder.load(dot), lane, splat(builder, few, by.ints))
                     builder.store(known, dot)
@@ -173,7 +174,7 @@ def _emit_group(
 
 
 def _load_bytes(builder: Any, weights: Any, at: int) -> Any:
-    return _load(builder, weights, at, VNNI.ints)
+    return vector_at(builder, weights, at, VNNI.ints)
 
 
 def _add_bytes(builder: Any, known: Any, lane: Any, four: Any) -> Any:
@@ -187,7 +188,7 @@ _WORDS = ir.VectorType(_I16, AVX2.width * AVX2.depth)
 
 def _load_words(builder: Any, weights: Any, at: int) -> Any:
     """Load unsigned bytes and widen them to words."""
-    return builder.zext(_load(builder, weights, at, ir.VectorType(_I8, _WORDS.count)), _WORDS)
+    return builder.zext(vector_at(builder, weights, at, ir.VectorType(_I8, _WORDS.count)), _WORDS)
 
 
 def _add_words(builder: Any, known: Any, lane: Any, two: Any) -> Any:
@@ -199,11 +200,6 @@ def _add_words(builder: Any, known: Any, lane: Any, two: Any) -> Any:
 def _ahead(builder: Any, pointer: Any, at: Any, stride: Any, row: int) -> Any:
     offset = builder.add(at, builder.mul(stride, ir.Constant(_I64, row)))
     return cgutils.gep_inbounds(builder, pointer, offset)
-
-
-def _load(builder: Any, pointer: Any, at: int, kind: Any) -> Any:
-    place = cgutils.gep_inbounds(builder, pointer, ir.Constant(_I64, at))
-    return builder.load(builder.bitcast(place, kind.as_pointer()), align=1)
 
 
 Numbers = NDArray[np.int8] | NDArray[np.int16]

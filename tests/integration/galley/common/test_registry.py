@@ -28,23 +28,11 @@ from galley.common.registry.registration import start_registration
 from galley.core.errors import StoreUnavailable
 from galley.core.routing.choice import TargetLease
 from galley.pb.galley.v1 import galley_pb2 as pb
-from tests.fakes.redis_clusters import KINDS, Cluster, backend
+from tests.fakes.redis_clusters import Cluster
 from tests.fakes.redis_servers import BINARIES, Server, running
 
 POOL = TARGET_POOL
 WAIT_S = 10.0
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def shared_server(request: pytest.FixtureRequest) -> Iterator[Server | Cluster]:
-    with backend(request.param) as server:
-        yield server
-
-
-@pytest.fixture
-async def server(shared_server: Server | Cluster) -> Server | Cluster:
-    await shared_server.command("FLUSHALL")
-    return shared_server
 
 
 @pytest.fixture(params=BINARIES)

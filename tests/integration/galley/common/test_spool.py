@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 
 from galley.common.registry.spool import LearningSpool, SpooledSession
-from tests.fakes.redis_clusters import CLUSTER, Cluster, backend, until
-from tests.fakes.redis_servers import VALKEY, Server
+from tests.fakes.redis_clusters import Cluster, until
+from tests.fakes.redis_servers import Server
 
 ALICE, BOB = "alice", "jwt:bob@example.com"
 MOST = 10_000
-
-
-@pytest.fixture(scope="module", params=[VALKEY, CLUSTER])
-def shared_server(request: pytest.FixtureRequest) -> Iterator[Server | Cluster]:
-    with backend(request.param) as server:
-        yield server
-
-
-@pytest.fixture
-async def server(shared_server: Server | Cluster) -> Server | Cluster:
-    await shared_server.command("FLUSHALL")
-    return shared_server
 
 
 @pytest.fixture

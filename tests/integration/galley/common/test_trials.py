@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -15,7 +15,7 @@ from galley.core.versions import state as versions
 from galley.core.versions.counts import VersionCounts, session_counts
 from galley.core.versions.split import Split
 from galley.core.versions.state import VersionState
-from tests.fakes.redis_clusters import KINDS, Cluster, backend
+from tests.fakes.redis_clusters import Cluster
 from tests.fakes.redis_servers import VALKEY, Server, running
 
 COUNTS = session_counts(
@@ -27,18 +27,6 @@ COUNTS = session_counts(
     plain_ns=7_000_000_001,
     draft_compute_ns=987_654,
 )
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def shared_server(request: pytest.FixtureRequest) -> Iterator[Server | Cluster]:
-    with backend(request.param) as server:
-        yield server
-
-
-@pytest.fixture
-async def server(shared_server: Server | Cluster) -> Server | Cluster:
-    await shared_server.command("FLUSHALL")
-    return shared_server
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import openai
 import pytest
 
 from tests.fakes.http_client import HttpClient, http_client
@@ -20,6 +21,12 @@ async def gateway(world: World) -> Gateway:
 @pytest.fixture
 async def client(gateway: Gateway) -> AsyncIterator[HttpClient]:
     async with http_client(gateway.http) as client:
+        yield client
+
+
+@pytest.fixture
+async def openai_client(gateway: Gateway) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"http://{gateway.http}/v1", api_key="none") as client:
         yield client
 
 

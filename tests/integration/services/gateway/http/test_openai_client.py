@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import anyio
 import grpc
@@ -20,12 +19,6 @@ TRUTH = text_of(true_output(PROMPT_TOKENS, MAX_TOKENS))
 CHATS = [text_of(true_output([USER, *PROMPT_TOKENS, ASSISTANT], MAX_TOKENS, SEED + i)) for i in range(2)]
 EXTRA = {"ignore_eos": True}
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": PROMPT}]
-
-
-@pytest.fixture
-async def openai_client(gateway: Gateway) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"http://{gateway.http}/v1", api_key="none") as client:
-        yield client
 
 
 async def test_completion(openai_client: openai.AsyncOpenAI) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -29,12 +28,6 @@ OPENING = [
 ]
 CLOSING = ["response.output_text.done", "response.content_part.done", "response.output_item.done"]
 DELTA = "response.output_text.delta"
-
-
-@pytest.fixture
-async def openai_client(gateway: Gateway) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"http://{gateway.http}/v1", api_key="none") as client:
-        yield client
 
 
 async def respond(client: HttpClient, **given: Any) -> dict[str, Any]:

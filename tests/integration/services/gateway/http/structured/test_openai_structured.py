@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -14,7 +13,6 @@ from openai.types.chat import ChatCompletionMessageParam
 from pydantic import BaseModel, Field
 
 from tests.fakes.structured import Answers
-from tests.fakes.world import Gateway
 from tests.integration.services.gateway.http.structured.test_structured import MESSAGES, Weather
 from tests.integration.services.gateway.http.structured.test_tools import CALL, NOW, OTHER, WEATHER
 
@@ -55,16 +53,10 @@ class Order(BaseModel):
     rate: float | None = None
 
 
-@pytest.fixture
-async def client(gateway: Gateway) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"http://{gateway.http}/v1", api_key="none") as client:
-        yield client
-
-
-async def test_classes_of_many_parts_are_parsed(client: openai.AsyncOpenAI) -> None:
+async def test_classes_of_many_parts_are_parsed(openai_client: openai.AsyncOpenAI) -> None:
     kinds: set[type] = set()
     for seed in range(8):
-        answer = await client.beta.chat.completions.parse(
+        answer = await openai_client.beta.chat.completions.parse(
             model="tiny", messages=MESSAGES, response_format=Order, seed=seed
         )
         order = answer.choices[0].message.parsed
@@ -73,8 +65,8 @@ async def test_classes_of_many_parts_are_parsed(client: openai.AsyncOpenAI) -> N
     assert kinds == {Paid, Open}
 
 
-async def test_a_parsed_answer_is_streamed(client: openai.AsyncOpenAI) -> None:
-    async with client.beta.chat.completions.stream(
+async def test_a_parsed_answer_is_streamed(openai_client: openai.AsyncOpenAI) -> None:
+    async with openai_client.beta.chat.completions.stream(
         model="tiny", messages=MESSAGES, response_format=Weather, seed=3
     ) as stream:
         partial = [event.parsed async for event in stream if event.type == "content.delta"]
@@ -84,28 +76,28 @@ async def test_a_parsed_answer_is_streamed(client: openai.AsyncOpenAI) -> None:
     assert partial[-1] == weather.model_dump()
 
 
-async def test_an_answer_that_is_cut_off_is_not_parsed(client: openai.AsyncOpenAI) -> None:
+async def test_an_answer_that_is_cut_off_is_not_parsed(openai_client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.LengthFinishReasonError):
-        await client.beta.chat.completions.parse(
+        await openai_client.beta.chat.completions.parse(
             model="tiny", messages=MESSAGES, response_format=Weather, max_tokens=5
         )
 
 
-async def test_a_schema_that_is_refused_is_named(client: openai.AsyncOpenAI) -> None:
+async def test_a_schema_that_is_refused_is_named(openai_client: openai.AsyncOpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "w", "schema": {"type": "nothing"}}}
     with pytest.raises(openai.BadRequestError) as refused:
-        await client.chat.completions.create(model="tiny", messages=MESSAGES, response_format=form)
+        await openai_client.chat.completions.create(model="tiny", messages=MESSAGES, response_format=form)
     assert refused.value.param == "response_format.json_schema.schema"
 
 
-async def test_calls_are_streamed_and_answered(client: openai.AsyncOpenAI, answers: Answers) -> None:
+async def test_calls_are_streamed_and_answered(openai_client: openai.AsyncOpenAI, answers: Answers) -> None:
     """The loop of an agent: the model calls, the results are sent, the model answers."""
     answers.write(f"Let me look.\n{CALL}\n{OTHER}")
     messages: list[ChatCompletionMessageParam] = [*MESSAGES]
     tools: list[Any] = [WEATHER, NOW]
     calls: dict[int, dict[str, str]] = {}
     text, reason = "", None
-    async for chunk in await client.chat.completions.create(
+    async for chunk in await openai_client.chat.completions.create(
         model="tiny", messages=messages, tools=tools, seed=0, stream=True
     ):
         [choice] = chunk.choices
@@ -120,13 +112,13 @@ async def test_calls_are_streamed_and_answered(client: openai.AsyncOpenAI, answe
     assert [call["name"] for call in calls.values()] == ["get_weather", "now"]
     assert json.loads(calls[0]["arguments"]) == ARGUMENTS
     assert len({call["id"] for call in calls.values()} - {""}) == 2
-    whole = await client.chat.completions.create(model="tiny", messages=messages, tools=tools, seed=0)
+    whole = await openai_client.chat.completions.create(model="tiny", messages=messages, tools=tools, seed=0)
     message = whole.choices[0].message
     messages.append(message)  # type: ignore[arg-type]  # as its users do
     calls_made = message.tool_calls or []
     messages += [{"role": "tool", "tool_call_id": call.id, "content": "Rain."} for call in calls_made]
     answers.write("It rains.")
-    after = await client.chat.completions.create(model="tiny", messages=messages, tools=tools, seed=0)
+    after = await openai_client.chat.completions.create(model="tiny", messages=messages, tools=tools, seed=0)
     assert after.choices[0].message.content == "It rains."
     assert after.choices[0].finish_reason == "stop"
     assert after.usage is not None
@@ -134,16 +126,16 @@ async def test_calls_are_streamed_and_answered(client: openai.AsyncOpenAI, answe
     assert after.usage.prompt_tokens > whole.usage.prompt_tokens + len("Rain.") * 2
 
 
-async def test_calls_of_a_response_are_parsed(client: openai.AsyncOpenAI) -> None:
+async def test_calls_of_a_response_are_parsed(openai_client: openai.AsyncOpenAI) -> None:
     tool = openai.pydantic_function_tool(Weather, name="get_weather")["function"]
     tools: list[Any] = [{"type": "function", **tool}]
-    response = await client.responses.parse(
+    response = await openai_client.responses.parse(
         model="tiny", input="Weather?", tools=tools, tool_choice="required", parallel_tool_calls=False
     )
     [item] = response.output
     assert item.type == "function_call"
     Weather.model_validate_json(item.arguments)
-    follow = await client.responses.create(
+    follow = await openai_client.responses.create(
         model="tiny",
         input=[{"type": "function_call_output", "call_id": item.call_id, "output": "Rain."}],
         previous_response_id=response.id,
@@ -155,11 +147,13 @@ async def test_calls_of_a_response_are_parsed(client: openai.AsyncOpenAI) -> Non
     assert follow.output_text
 
 
-async def test_calls_of_the_models_choice_are_parsed(client: openai.AsyncOpenAI, answers: Answers) -> None:
+async def test_calls_of_the_models_choice_are_parsed(
+    openai_client: openai.AsyncOpenAI, answers: Answers
+) -> None:
     """The client's own helper asks for strict functions, and parses their arguments."""
     answers.begin(CALL)
     tool = openai.pydantic_function_tool(Weather, name="get_weather")
-    async with client.beta.chat.completions.stream(
+    async with openai_client.beta.chat.completions.stream(
         model="tiny", messages=MESSAGES, tools=[tool], parallel_tool_calls=False, seed=1
     ) as stream:
         names = [event.name async for event in stream if event.type == "tool_calls.function.arguments.done"]
@@ -170,12 +164,14 @@ async def test_calls_of_the_models_choice_are_parsed(client: openai.AsyncOpenAI,
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_reasoning_is_apart(client: openai.AsyncOpenAI, answers: Answers, *, stream: bool) -> None:
+async def test_reasoning_is_apart(
+    openai_client: openai.AsyncOpenAI, answers: Answers, *, stream: bool
+) -> None:
     answers.write("<think>Where?</think>There.")
     reasoning = content = ""
     usage: CompletionUsage | None = None
     if stream:
-        chunks = await client.chat.completions.create(
+        chunks = await openai_client.chat.completions.create(
             model="tiny", messages=MESSAGES, seed=0, stream=True, stream_options={"include_usage": True}
         )
         async for chunk in chunks:
@@ -184,7 +180,7 @@ async def test_reasoning_is_apart(client: openai.AsyncOpenAI, answers: Answers, 
                 reasoning += getattr(choice.delta, "reasoning_content", None) or ""
                 content += choice.delta.content or ""
     else:
-        whole = await client.chat.completions.create(model="tiny", messages=MESSAGES, seed=0)
+        whole = await openai_client.chat.completions.create(model="tiny", messages=MESSAGES, seed=0)
         usage, message = whole.usage, whole.choices[0].message
         reasoning, content = getattr(message, "reasoning_content", ""), message.content or ""
     assert (reasoning, content) == ("Where?", "There.")
@@ -195,7 +191,7 @@ async def test_reasoning_is_apart(client: openai.AsyncOpenAI, answers: Answers, 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_prediction_is_in_the_usage(
-    client: openai.AsyncOpenAI, answers: Answers, *, stream: bool
+    openai_client: openai.AsyncOpenAI, answers: Answers, *, stream: bool
 ) -> None:
     answers.write("def f():\n    return 2\n")
     request: dict[str, Any] = {
@@ -206,24 +202,24 @@ async def test_a_prediction_is_in_the_usage(
     }
     if stream:
         more: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
-        chunks = [chunk async for chunk in await client.chat.completions.create(**request, **more)]
+        chunks = [chunk async for chunk in await openai_client.chat.completions.create(**request, **more)]
         usage = chunks[-1].usage
     else:
-        usage = (await client.chat.completions.create(**request)).usage
+        usage = (await openai_client.chat.completions.create(**request)).usage
     details = usage.completion_tokens_details
     assert details.accepted_prediction_tokens + details.rejected_prediction_tokens == 22
     assert details.rejected_prediction_tokens == 1
 
 
-async def test_a_prediction_of_a_structured_answer(client: openai.AsyncOpenAI) -> None:
+async def test_a_prediction_of_a_structured_answer(openai_client: openai.AsyncOpenAI) -> None:
     """The prediction changes no token, is counted, and its tokens are drafts."""
     request: dict[str, Any] = {
         "model": "tiny", "messages": MESSAGES, "seed": 3, "response_format": Weather,
     }  # fmt: skip
-    plain = await client.beta.chat.completions.parse(**request)
+    plain = await openai_client.beta.chat.completions.parse(**request)
     text = plain.choices[0].message.content
     prediction: Any = {"type": "content", "content": text}
-    predicted = await client.beta.chat.completions.parse(**request, prediction=prediction)
+    predicted = await openai_client.beta.chat.completions.parse(**request, prediction=prediction)
     assert predicted.choices[0].message.content == text
     assert predicted.usage is not None
     details = predicted.usage.completion_tokens_details
