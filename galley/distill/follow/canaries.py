@@ -75,20 +75,31 @@ class Canaries:
             return str(error)
         return ""
 
-    async def restore(self, folder: Path, version: str, is_ours: Callable[[str], bool]) -> None:
-        """Load the stable draft into replicas that serve another version, unless one is on trial.
+    async def restore(self, folder: Path, version: str, folder_of: Callable[[str], Path | None]) -> None:
+        """Load the stable draft into replicas that serve another version; during a trial only the canary.
 
-        The version must be ours, or one that replicas began with: what people loaded and drained stays.
+        The version must be ours, or one that replicas began with: what people loaded and drained stays. A
+        canary of ours is loaded again if no replica serves it: one that restarts has its first weights.
         """
         state, leases = await self._versions.read(), await self._registry.read(DRAFT_POOL)
-        if state.split.canary:
+
+        def is_ours(name: str) -> bool:
+            return folder_of(name) is not None
+
+        if canary := state.split.canary:
+            lost = folder_of(canary) if all(lease.version != canary for lease in leases) else None
+            replicas, _ = _replicas(state, leases, canary, is_ours)
+            if lost is not None and replicas:
+                await self._reload(replicas[0].address, lost, canary)
             return
         for lease in replicas_for_load(leases, state.split, version):
             is_first = bool(state.split.stable) and lease.version not in state.decided
             if is_first or is_ours(lease.version):
-                problem = await self._send(lease.address, folder, version)
-                if problem:
-                    _log.warning("stable draft not loaded", replica=lease.address, reason=problem)
+                await self._reload(lease.address, folder, version)
+
+    async def _reload(self, address: str, folder: Path, version: str) -> None:
+        if problem := await self._send(address, folder, version):
+            _log.warning("draft not loaded", replica=address, version=version, reason=problem)
 
     async def _send(self, address: str, folder: Path, version: str) -> str:
         """Load a draft into the replica at `address`; return why that failed, or nothing."""

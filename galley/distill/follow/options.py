@@ -29,8 +29,9 @@ _TRAINING = ("cycle_tokens", "batch", "rate", "dtype", "threads")
 class FollowOptions:
     """`target` and `start` (the draft that the replicas began with) are directories; `work` keeps drafts.
 
-    A cycle trains on `cycle_tokens` answer tokens, and begins once there are `new_tokens` that no cycle has
-    read. Conversations of `corpus` are mixed in. A canary gets `share` of the sessions, for `trial_tokens`.
+    A cycle trains on `cycle_tokens` answer tokens, and begins once there are `new_tokens` that the last
+    cycle has not read. Conversations of `corpus` are mixed in. A canary gets `share` of the sessions, for
+    `trial_tokens`.
     """
 
     work: Path

@@ -115,7 +115,7 @@ class Follower:
         if folder is None:
             self._wait(f"the stable version {present} was not trained here")
             return
-        await self._canaries.restore(folder, present, self._is_ours)
+        await self._canaries.restore(folder, present, self._folder_of)
         if problem := await self._canaries.problem(self._is_ours):
             self._wait(problem)
             return
@@ -123,7 +123,7 @@ class Follower:
         new, held_out = self._new_tokens(inputs), len(inputs.held_out)
         if held_out < FEWEST_SESSIONS or new < self._options.new_tokens:
             self._wait(
-                "there is too little that no cycle has read",
+                "there is too little that the last cycle has not read",
                 new_tokens=new,
                 fewest_new_tokens=self._options.new_tokens,
                 held_out_sessions=held_out,
@@ -148,6 +148,7 @@ class Follower:
                 "present": present,
                 "version": version,
                 "seed": seed,
+                "start": self._start_version,
                 "options": self._options.of_training(),
                 "corpus_sha256": self._corpus_sha256,
                 "inputs": self._described(inputs),
@@ -278,6 +279,8 @@ class Follower:
         for name, value in cycle["options"].items():
             if now[name] != value:
                 raise InvalidField(name, f"must be {value}, as in the cycle, got {now[name]}")
+        if self._start_version != cycle.get("start", self._start_version):
+            raise InvalidField("start", f"must be the draft {cycle['start']}, as in the cycle")
         if self._corpus_sha256 != cycle["corpus_sha256"]:
             raise InvalidField("corpus", "must be the files that the cycle read")
 

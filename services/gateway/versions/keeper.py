@@ -187,6 +187,8 @@ class VersionKeeper:
             self._earlier_trial = state.trial if split.canary and state.author == _SETTING else 0
         if version in {split.canary, split.stable} or version in state.decided:
             self._own_trial = None
+            if reason := state.decided.get(version):
+                _log.info("no trial of the setting: its version was decided", version=version, reason=reason)
             return None
         if not split.canary:
             return try_version(state, version, share, author=_SETTING)

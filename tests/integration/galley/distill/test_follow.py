@@ -135,6 +135,19 @@ async def test_learning_waits_while_a_version_is_on_trial_and_goes_on_from_the_p
     )
 
 
+async def test_a_canary_that_no_replica_serves_any_more_is_loaded_again(deployed: Deployment) -> None:
+    await deployed.add(ALICE, workload("a", 250))
+    await deployed.cycle()
+    canary = last(deployed)["version"]
+    restarted = next(draft for draft in deployed.drafts if draft.version == canary)
+    restarted.version = draft_version(deployed.options.start)
+    await deployed.cycle()
+    assert [draft.version for draft in deployed.drafts].count(canary) == 1
+    await deployed.cycle()
+    assert sum(len(draft.loads) for draft in deployed.drafts) == 2, "once is enough"
+    assert (await deployed.versions.read()).split.canary == canary
+
+
 async def test_a_canary_that_was_rolled_back_leaves_its_replica(deployed: Deployment) -> None:
     await deployed.add(ALICE, workload("a", 250))
     await deployed.cycle()

@@ -87,6 +87,16 @@ def test_failures_end_a_trial_even_of_a_better_version() -> None:
     )
 
 
+@pytest.mark.parametrize("by", ["tenant", "workload"])
+def test_failures_end_a_trial_in_which_the_canary_has_all_tenants_or_workloads(by: SplitBy) -> None:
+    chance, split = random.Random(7), Split(canary="new", share=0.1, by=by)
+    failing, good = sessions(chance, 60, failures=0.2), sessions(chance, 60)
+
+    assert decide(split, VersionCounts(), failing, RULE).outcome is Outcome.ROLL_BACK
+    assert decide(split, VersionCounts(), good, RULE).outcome is Outcome.KEEP
+    assert decide(split, VersionCounts(), sessions(chance, 7, failures=0.9), RULE).outcome is Outcome.KEEP
+
+
 def test_a_version_that_gains_tokens_but_loses_time_goes_back() -> None:
     chance = random.Random(6)
     decision = decide(SPLIT, sessions(chance, 300), sessions(chance, 60, gain=0.7, speed_up=1.2), RULE)
