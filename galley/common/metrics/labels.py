@@ -116,6 +116,7 @@ DRAFT_VERSION = Label(
     "version of the draft that a session was given, whatever then served it; "
     f"`{NO_VERSION}`: any that no trial names",
     most=16,
+    keeps_latest=True,
 )
 DECISION = Label(
     "decision",

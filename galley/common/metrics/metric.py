@@ -31,12 +31,16 @@ _SUFFIXES = {
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A label. Without fixed `values` it keeps the first `most` values and replaces others by OTHER."""
+    """A label. Without fixed `values` it keeps the first `most` values and replaces others by OTHER.
+
+    With `keeps_latest` it keeps those that were used last; the series of others end.
+    """
 
     name: str
     description: str
     values: tuple[str, ...] = ()
     most: int = 0
+    keeps_latest: bool = False
 
     @property
     def prometheus(self) -> str:
@@ -46,7 +50,7 @@ class Label:
     def bound(self) -> str:
         """Return the possible values, for the table of metrics."""
         if not self.values:
-            return f"at most {self.most}, then `{OTHER}`"
+            return f"the latest {self.most}" if self.keeps_latest else f"at most {self.most}, then `{OTHER}`"
         return ", ".join(value or "(empty)" for value in self.values)
 
 

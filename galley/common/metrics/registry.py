@@ -79,11 +79,13 @@ class Distribution:
 
 
 class Bound:
-    """The bound of the values of one label; an open label keeps the first ones."""
+    """The bound of the values of one label; an open label keeps the first ones, or the latest."""
 
     def __init__(self, label: Label) -> None:
+        self.on_dropped: list[Callable[[str], None]] = []
+        """Called with a value that gave way to a later one."""
         self._label = label
-        self._seen: set[str] = set()
+        self._seen: dict[str, None] = {}
 
     def fit(self, value: str) -> str:
         """Return the value or OTHER. Raise ValueError if neither is a value of the label."""
@@ -96,12 +98,21 @@ class Bound:
         raise ValueError(f"{self._label.name}: must be one of {', '.join(self._label.values)}, got {value!r}")
 
     def _of_open(self, value: str) -> str:
-        if value in self._seen:
+        if self._label.keeps_latest:
+            self._seen.pop(value, None)
+        elif value in self._seen:
             return value
         if len(self._seen) >= self._label.most:
-            return OTHER
-        self._seen.add(value)
+            if not self._label.keeps_latest:
+                return OTHER
+            self._drop(next(iter(self._seen)))
+        self._seen[value] = None
         return value
+
+    def _drop(self, value: str) -> None:
+        del self._seen[value]
+        for dropped in self.on_dropped:
+            dropped(value)
 
 
 CellT = TypeVar("CellT", Count, Distribution)
@@ -112,6 +123,8 @@ class Series(Generic[CellT]):
         self._bounds = bounds
         self._new_cell: Callable[[], CellT] = new_cell
         self._cells: dict[LabelValues, CellT] = {}
+        for place, bound in enumerate(bounds):
+            bound.on_dropped.append(partial(self._end, place))
         for values in metric.at_start:
             self.at(*values)
 
@@ -124,6 +137,11 @@ class Series(Generic[CellT]):
 
     def cells(self) -> tuple[tuple[LabelValues, CellT], ...]:
         return tuple(self._cells.items())
+
+    def _end(self, place: int, value: str) -> None:
+        """End the series whose label at `place` has this value."""
+        for values in [values for values in self._cells if values[place] == value]:
+            del self._cells[values]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ import pytest
 
 from galley.common.metrics import catalogue
 from galley.common.metrics.labels import GATEWAY, NO_VERSION
-from galley.common.metrics.metric import OTHER
 from galley.common.metrics.registry import Registry
 from galley.core.versions.split import Split
 from services.gateway.telemetry.version_metrics import VersionMetrics
@@ -33,11 +32,19 @@ def test_sessions_and_tokens_are_counted_by_version(registry: Registry, metrics:
         assert number(registry, catalogue.DRAFT_VERSION_ACCEPTED_TOKENS, name) == accepted
 
 
-def test_versions_beyond_the_bound_are_counted_together(registry: Registry, metrics: VersionMetrics) -> None:
+def test_the_latest_versions_have_series(registry: Registry, metrics: VersionMetrics) -> None:
+    """A learner makes a new version each cycle, and both arms of the latest trial must be seen."""
     for index in range(40):
-        metrics.finished(f"v{index}", 1, 1)
-    assert number(registry, catalogue.DRAFT_VERSION_SESSIONS, OTHER) == 24
-    assert total(registry, catalogue.DRAFT_VERSION_SESSIONS) == 40
+        metrics.finished("v0", 2, 1)
+        metrics.finished(f"v{index}", 2, 1)
+    for metric, each in (
+        (catalogue.DRAFT_VERSION_SESSIONS, 1),
+        (catalogue.DRAFT_VERSION_OUTPUT_TOKENS, 2),
+        (catalogue.DRAFT_VERSION_ACCEPTED_TOKENS, 1),
+    ):
+        assert number(registry, metric, "v0") == 41 * each
+        assert number(registry, metric, "v39") == each
+        assert total(registry, metric) == (41 + 15) * each, "16 series"
 
 
 def test_decisions_are_there_from_the_start(registry: Registry, metrics: VersionMetrics) -> None:
