@@ -28,7 +28,7 @@ from tests.deploy.test_network import DNS, DRAFT, HTTPS, REDIS, openings
 
 LEARNING: dict[str, Any] = {
     "gateway": {"settings": {"learn_tokens": 500_000}},
-    "draft": {"replicas": 2, "settings": {"max_load_mib": 64}},
+    "draft": {"replicas": 2, "settings": {"model": "/models/volume/draft", "max_load_mib": 64}},
     "learning": {
         "enabled": True,
         "start": "/models/volume/draft",
@@ -51,7 +51,7 @@ def test_one_pod_learns_with_a_volume_of_its_own() -> None:
         schemas.check(manifest)
     learning = workloads(rendered)["learning"]
     assert (learning["kind"], learning["spec"]["replicas"]) == ("Deployment", 1)
-    assert learning["spec"]["strategy"] == {"rollingUpdate": {"maxUnavailable": 1, "maxSurge": 0}}
+    assert learning["spec"]["strategy"] == {"type": "Recreate"}
     main = container(learning)
     assert main["command"] == ["python", "-m", "galley.cli", "distill", WORK]
     assert main["args"] == [
@@ -124,12 +124,12 @@ def test_it_calls_drafts_as_gateways_do_and_the_store_by_a_user_of_its_own() -> 
     ("values", "reason"),
     [
         ({"gateway": {"settings": {"learn_tokens": 0}}}, "gateway.settings.learn_tokens: must be above 0"),
+        (
+            {"draft": {"settings": {"max_load_mib": 0}}},
+            "draft.settings.max_load_mib: must be above 0 with learning.enabled",
+        ),
         ({"draft": {"enabled": False}}, "learning.enabled: must be false with draft.enabled false"),
         ({"learning": {"start": "example/draft"}}, "learning.start: must be a directory"),
-        (
-            {"model": "/models/volume/big", "learning": {"start": ""}},
-            "learning.start: must be set with model",
-        ),
         ({"learning": {"options": {"layers": 3}}}, "layers"),
         (
             {"learning": {"hostNetwork": True}},
@@ -141,6 +141,19 @@ def test_learning_that_cannot_work_is_refused(values: Manifest, reason: str) -> 
     assert reason in render_refused(laid_over([LEARNING, values]))
 
 
-def test_the_default_model_has_a_draft_that_is_shipped() -> None:
-    shipped = render(laid_over([LEARNING, {"learning": {"start": ""}}]))
-    assert "--start" not in container(workloads(shipped)["learning"])["args"]
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (
+            {"draft": {"settings": {"max_load_mib": 64}}},
+            "draft.settings.max_load_mib: must be 0 without draft.settings.model",
+        ),
+        (
+            {"drafts": [{"name": "b", "settings": {"model": "/models/volume/b", "max_load_mib": 64}}]},
+            "learning.start: must be set without draft.settings.model",
+        ),
+    ],
+)
+def test_drafts_without_a_model_do_not_learn(values: Manifest, reason: str) -> None:
+    learning = {"gateway": LEARNING["gateway"], "learning": {"enabled": True}}
+    assert reason in render_refused(laid_over([learning, values]))

@@ -5,7 +5,7 @@
 {{- .Values.learning.target | default .Values.model | default "/models/default" -}}
 {{- end -}}
 
-{{/* The directory of the draft that the replicas began with; empty: the one that is shipped for the default model. */}}
+{{/* The directory of the draft that the replicas began with. */}}
 {{- define "galley.learningStart" -}}
 {{- .Values.learning.start | default .Values.draft.settings.model | default "" -}}
 {{- end -}}
@@ -18,12 +18,17 @@
 {{- if not .Values.gateway.settings.learn_tokens -}}
 {{- fail "gateway.settings.learn_tokens: must be above 0 with learning.enabled, because nothing is collected without it" -}}
 {{- end -}}
+{{- $takes := false -}}
+{{- range include "galley.draftPools" . | fromJsonArray -}}{{- if .values.settings.max_load_mib }}{{ $takes = true }}{{ end -}}{{- end -}}
+{{- if not $takes -}}
+{{- fail "draft.settings.max_load_mib: must be above 0 with learning.enabled, because drafts take no other weights without it" -}}
+{{- end -}}
 {{- $start := include "galley.learningStart" . -}}
 {{- if include "galley.isHubId" $start -}}
 {{- fail (printf "learning.start: must be a directory in the pods, got %s" $start) -}}
 {{- end -}}
-{{- if and (not $start) (or .Values.learning.target .Values.model) -}}
-{{- fail "learning.start: must be set with model or learning.target, because a draft is shipped for the default model only" -}}
+{{- if not $start -}}
+{{- fail "learning.start: must be set without draft.settings.model" -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -43,10 +48,8 @@ containers:
       - --follow
       - --target
       - {{ include "galley.learningTarget" .root | quote }}
-      {{- with include "galley.learningStart" .root }}
       - --start
-      - {{ . | quote }}
-      {{- end }}
+      - {{ include "galley.learningStart" .root | quote }}
       {{- range $key, $value := .values.options }}
       - --{{ replace "_" "-" $key }}
       - {{ include "galley.text" $value | quote }}

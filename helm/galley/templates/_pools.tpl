@@ -62,6 +62,11 @@ Drafts are left out if they are off.
 {{- if and .Values.drafts (not .Values.draft.enabled) -}}
 {{- fail "drafts: must be empty with draft.enabled false" -}}
 {{- end -}}
+{{- range include "galley.draftPools" . | fromJsonArray -}}
+{{- if and .values.settings.max_load_mib (not .values.settings.model) -}}
+{{- fail (printf "%s.settings.max_load_mib: must be 0 without %s.settings.model, whose weights others replace" .path .path) -}}
+{{- end -}}
+{{- end -}}
 {{- if (.Values.draft.canary).enabled -}}{{- include "galley.validateCanary" . -}}{{- end -}}
 {{- end -}}
 
