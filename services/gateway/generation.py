@@ -208,7 +208,7 @@ class Generation:
         """End a session permanently."""
         self.observers.unary()
         session_id = parse_session_id(session_id)
-        name_in_logs(session_id)
+        bind_contextvars(session_id=session_id)
         await self.streams.abort(session_id, caller(), self.deadline_ns(call))
 
     async def delete(self, session_id: str, call: ClientCall) -> None:
@@ -231,7 +231,7 @@ class Generation:
         """
         self.observers.unary()
         session_id, principal = parse_session_id(session_id), caller()
-        name_in_logs(session_id)
+        bind_contextvars(session_id=session_id)
         with self.streams.admit_audit(principal):
             try:
                 stored = await self.streams.read(session_id, principal, self.deadline_ns(call))
@@ -298,7 +298,7 @@ class Generation:
         """
         principal = slot.principal.name
         session_id = session_id or session_id_for(principal, request.idempotency_key, self.id_secret)
-        name_in_logs(session_id)
+        bind_contextvars(session_id=session_id)
         salt = tenant_salt_for(principal, self.id_secret)
         spec = replace(request.spec, session_id=session_id, arrival_ns=time.time_ns(), tenant_salt=salt)
         return await self.streams.create(slot, spec, request.body_hash, deadline_ns, stored or {})
@@ -308,7 +308,7 @@ class Generation:
     ) -> SessionRunner:
         """Check the request and take over its session; return its runner."""
         parsed = parse_resume(request)
-        name_in_logs(parsed.session_id)
+        bind_contextvars(session_id=parsed.session_id)
         return await self.streams.claim(
             slot, parsed.session_id, parsed.next_index, parsed.seen_hash, deadline_ns
         )
@@ -327,7 +327,7 @@ class Generation:
         """Return a session of the caller as the store holds it, within a slot."""
         self.observers.unary()
         session_id = parse_session_id(session_id)
-        name_in_logs(session_id)
+        bind_contextvars(session_id=session_id)
         return await self.streams.read(session_id, caller(), self.deadline_ns(call))
 
     async def answer_of(self, stored: StoredSession) -> tuple[Answer, Ending | None]:
@@ -354,8 +354,3 @@ class Generation:
     def deadline_ns(self, call: ClientCall) -> int | None:
         remaining_s = call.time_remaining()
         return None if remaining_s is None else self.clock.now_ns() + int(remaining_s * SECOND)
-
-
-def name_in_logs(session_id: str) -> None:
-    """Add the session to all log lines of this call; each call has its own context."""
-    bind_contextvars(session_id=session_id)

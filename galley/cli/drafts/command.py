@@ -1,4 +1,4 @@
-"""`galley drafts`: list, compare, try, promote, drain and load versions of the draft."""
+"""`galley drafts`: list, try, promote, drain and load versions of the draft."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LOAD_TIMEOUT_S = 600.0
 drafts = typer.Typer(
     name="drafts",
     no_args_is_help=True,
-    help="List, compare, try, promote, drain and load versions of the draft.",
+    help="List and compare, try, promote, drain and load versions of the draft.",
 )
 
 

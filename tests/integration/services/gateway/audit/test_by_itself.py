@@ -15,6 +15,7 @@ from services.gateway.audit import records as stored
 from services.gateway.audit.auditor import is_drawn
 from services.gateway.audit.records import AuditRecords
 from tests.fakes.changed_logs import change
+from tests.fakes.http_client import http_client
 from tests.fakes.redis_servers import Server
 from tests.fakes.replicas import PASS_NS
 from tests.fakes.waiting import PATIENCE_S
@@ -37,9 +38,9 @@ async def records(world: World) -> AsyncIterator[AuditRecords]:
     await records.close()
 
 
-async def auditing(world: World, ratio: float = 1.0) -> Counted:
+async def auditing(world: World, ratio: float = 1.0, **given: Any) -> Counted:
     """Return a gateway, of the world's own pool, that audits by itself."""
-    return await counted(world, pool=world.id, audit_ratio=ratio, draft="none")
+    return await counted(world, pool=world.id, audit_ratio=ratio, draft="none", **given)
 
 
 def audits(world: World) -> list[Any]:
@@ -87,6 +88,16 @@ async def test_a_session_that_opts_out_is_not_audited(world: World, records: Aud
     it = await auditing(world)
     await finish(it.gateway, no_audit=True)
     await finish(it.gateway)
+    await audited(records, 1)
+    await done(it)
+    assert len({call.slice.session_id for call in audits(world)}) == 1
+
+
+async def test_a_request_over_http_opts_out_too(world: World, records: AuditRecords) -> None:
+    it = await auditing(world, http_port=0)
+    async with http_client(it.gateway.http) as client:
+        await client.complete(no_audit=True)
+        await client.complete()
     await audited(records, 1)
     await done(it)
     assert len({call.slice.session_id for call in audits(world)}) == 1
