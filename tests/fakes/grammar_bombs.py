@@ -27,7 +27,8 @@ def _nested(levels: int) -> str:
 def _intersection(kind: str, count: int) -> GrammarSpec:
     patterns = [f"[a-z]{{{index},}}x{index}" for index in range(1, count + 1)]
     if kind == "grammar":
-        return GrammarSpec("grammar", "start: T\nT: " + " & ".join(f"/.*{each}.*/" for each in patterns))
+        terminal = " & ".join(f"/.*{each}.*/" for each in patterns)
+        return GrammarSpec("grammar", f"start: T\nT: /xy/ | {terminal}")
     return _schema({"allOf": [{"type": "string", "pattern": each} for each in patterns]})
 
 
@@ -83,7 +84,18 @@ BOMBS: Mapping[str, GrammarSpec] = {
     "ambiguous rule": GrammarSpec("grammar", 'start: s\ns: s s | "a" | ""'),
     "repeated repetitions": GrammarSpec("grammar", 'start: (((("a" "b"){99}){99}){99}){99}'),
     "terminals combined": _intersection("grammar", 14),
-    "the most terminals combined": _intersection("grammar", 8),
+    "terminals combined by complements": GrammarSpec(
+        "grammar",
+        "start: T\nT: /xy/ | ~("
+        + " | ".join(f"~/.*[a-z]{{{index}00,}}x{index}[ab]{{200}}.*/" for index in range(1, 8))
+        + ")",
+    ),
+    "a schema in a grammar after a regex of two lines": GrammarSpec(
+        "grammar", 'start: /x\ny/ a # /\na: %json {"multipleOf": 999983}'
+    ),
+    "a multiple that only a reference leads to": _schema(
+        {"$ref": "#/x/a", "x": {"a": {"type": "integer", "multipleOf": 200_003}}}
+    ),
     "a schema in a grammar": GrammarSpec("grammar", f"start: %json {_intersection('json_schema', 30).text}"),
     "chain of rules in GBNF": GrammarSpec(
         "grammar", "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(998)) + '\nr998 ::= "a"'

@@ -1,37 +1,32 @@
 """Refuse grammars that take llguidance seconds to minutes, because its limits do not cover their work.
 
-The intersection of n patterns takes time exponential in n, and a multiple time quadratic in its number.
+Patterns of one value take time exponential in their number, and a multiple time quadratic in its number.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from decimal import Decimal
 from math import lcm
 from typing import Any
 
 from galley.core.grammar.limits import InvalidGrammar
 from galley.core.grammar.spec import Kind
-from galley.core.grammar.subschemas import children, merged, subschemas
+from galley.core.grammar.subschemas import children, merged, refers_by_path
 
 MOST_INTERSECTED = 8
 MOST_MULTIPLE = 20_000
 _PATTERNS = ("pattern", "format")
 
 
-def check_intersections(kind: Kind, lark: str) -> None:
-    """Raise InvalidGrammar for a grammar in Lark, without its literals, that has too many intersections."""
-    most = MOST_INTERSECTED - 1
-    if (count := lark.count("&")) > most:
-        raise InvalidGrammar(kind, f"must have at most {most} intersections (&), got {count}")
-
-
-def check_costs(kind: Kind, schema: dict[str, Any]) -> None:
-    """Raise InvalidGrammar for a schema that is known to take long."""
-    if _most_intersected(schema) > MOST_INTERSECTED:
+def check_costs(kind: Kind, schema: dict[str, Any], parts: Sequence[dict[str, Any]]) -> None:
+    """Raise InvalidGrammar for a schema, of these parts, that is known to take long."""
+    is_plain = refers_by_path(schema, parts)
+    patterns = _most_intersected(schema) if is_plain else sum(map(_patterns, parts))
+    if patterns > MOST_INTERSECTED:
         raise InvalidGrammar(kind, f"must combine at most {MOST_INTERSECTED} patterns or formats of a value")
-    parts = list(subschemas(schema))
     numbers = [_coefficient(part["multipleOf"]) for part in parts if "multipleOf" in part]
-    is_merged = any(merged(schema, part) for part in parts)
+    is_merged = not is_plain or any(merged(schema, part) for part in parts)
     if (lcm(*numbers) if is_merged else sum(numbers)) > MOST_MULTIPLE:
         raise InvalidGrammar(kind, f"multipleOf must come to at most {MOST_MULTIPLE} times a power of ten")
 
@@ -44,7 +39,7 @@ def _most_intersected(root: dict[str, Any]) -> int:
         part, is_last = rest.pop()
         must = merged(root, part)
         if is_last:
-            alone = sum(name in part for name in _PATTERNS)
+            alone = _patterns(part)
             below = max((known[id(child)] for child in children(part)), default=0)
             known[id(part)] = alone + max(below, sum(known[id(each)] for each in must))
         elif id(part) not in known:
@@ -52,6 +47,10 @@ def _most_intersected(root: dict[str, Any]) -> int:
             rest.append((part, True))
             rest += [(each, False) for each in (*must, *children(part))]
     return known[id(root)]
+
+
+def _patterns(part: dict[str, Any]) -> int:
+    return sum(name in part for name in _PATTERNS)
 
 
 def _coefficient(value: Any) -> int:

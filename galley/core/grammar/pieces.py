@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 from galley.core.grammar.limits import GrammarLimits, InvalidGrammar
 from galley.core.grammar.schema import GUIDANCE
 from galley.core.grammar.spec import Kind
+from galley.core.grammar.subschemas import texts
 
 # Spaces stand where `json.dumps` writes them and nowhere else. Otherwise a model may write spaces without
 # end, and fewer tokens are certain. Names have one form only: by `\u` escapes a model could write a property
@@ -19,6 +21,9 @@ _JSON_OPTIONS = {
     "key_separator": ": ",
     "json_allowed_escapes": 'nrbtf\\"',
 }
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def _refused(constant: str) -> None:
@@ -54,6 +59,8 @@ def read_first_json(kind: Kind, text: str, start: int, limits: GrammarLimits) ->
         raise InvalidGrammar(kind, f"must be JSON, got: {error}") from None
     if _depth(value) > limits.most_depth:
         raise InvalidGrammar(kind, deep)
+    if any(_SURROGATE.search(one) for one in texts(value)):
+        raise InvalidGrammar(kind, "must be JSON in Unicode, got a lone surrogate")
     return value, end
 
 

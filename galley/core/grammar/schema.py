@@ -2,7 +2,7 @@
 
 Control characters: the grammar writes none, so that it would drop them from constants, names and patterns.
 Counts of properties: the grammar may write a property twice, which counts as one. References in a circle:
-no answer would ever be finished.
+no answer would ever be finished. Large integers: they would be rounded to a double.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from galley.core.grammar.costs import check_costs
 from galley.core.grammar.limits import InvalidGrammar
 from galley.core.grammar.spec import Kind
-from galley.core.grammar.subschemas import as_dict, as_list, merged, subschemas, texts
+from galley.core.grammar.subschemas import as_dict, as_list, integers, merged, subschemas, texts
 
 GUIDANCE = "x-guidance"
 # JSON has an escape for each of \b, \t, \n, \f and \r.
@@ -26,13 +26,15 @@ _ESCAPED = re.compile(
 )
 _WIDE_CLASS = re.compile(r"\[(?:\^|(?=(?:[^][\\-]|\\.)*+-))(?:[^][\\]|\\.)*+\]")
 _MOST_NAME_CHARS = 64
+_LARGEST = 10**300
+_NUMBERS = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
 
 def check_schema(kind: Kind, schema: Any) -> dict[str, Any]:
     """Return `schema`. Raise InvalidGrammar unless it is an object that llguidance reads as it is meant."""
     if not isinstance(schema, dict):
         raise InvalidGrammar(kind, "must be a JSON object")
-    parts = list(subschemas(schema))
+    parts = subschemas(schema)
     for part in parts:
         _check_part(kind, part)
     needs = {id(part): [id(need) for need in _needs(schema, part)] for part in parts}
@@ -40,7 +42,7 @@ def check_schema(kind: Kind, schema: Any) -> dict[str, Any]:
         TopologicalSorter(needs).prepare()
     except CycleError:
         raise InvalidGrammar(kind, "must allow a finite answer, got a part that contains itself") from None
-    check_costs(kind, schema)
+    check_costs(kind, schema, parts)
     return schema
 
 
@@ -71,6 +73,9 @@ def _check_part(kind: Kind, part: dict[str, Any]) -> None:
             raise InvalidGrammar(
                 kind, f"must not have a control character in a pattern, got {_short(pattern)}"
             )
+    for number in integers([part.get(name) for name in _NUMBERS]):
+        if abs(number) > _LARGEST or int(float(number)) != number:
+            raise InvalidGrammar(kind, f"must have numbers that a double holds, got {_short(str(number))}")
     least, certain = part.get("minProperties"), len(set(texts(part.get("required"))))
     if isinstance(least, int) and least > certain + 1:
         raise InvalidGrammar(

@@ -7,7 +7,6 @@ import re
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from galley.core.grammar.costs import check_intersections
 from galley.core.grammar.limits import GrammarLimits, InvalidGrammar
 from galley.core.grammar.pieces import read_first_json, read_json, regex_of, with_options
 from galley.core.grammar.schema import check_schema
@@ -15,12 +14,15 @@ from galley.core.grammar.spec import GrammarSpec, Kind
 from galley.core.grammar.tags import tag_grammar
 from galley.core.grammar.vocabulary import Vocabulary
 
-# Literals and comments of Lark and GBNF, finished or not, so that a search takes linear time.
-_LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*+"?|//[^\n]*|/(?:\\.|[^/\\\n])++/?|#[^\n]*')
+# Literals, comments and control tokens as llguidance's lexer of Lark reads them: a regular expression may
+# have several lines. They may be unfinished, so that a search takes linear time.
+_LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*+"?|//[^\n]*|/(?:\\.|[^/\\])++/?|#[^\n]*|<[^<>\s]++>')
 _JSON = "%json"
 _LITERAL_OR_JSON = re.compile(rf"{_LITERALS.pattern}|{_JSON}\s*+")
 # With `max_tokens` and `stop` a state depends on more than its tokens; a temperature is the request's.
 _REFUSED_ATTRIBUTE = re.compile(r"\b(max_tokens|temperature|stop|stop_capture)\s*+=")
+# llguidance bounds no work of intersections, A & B, which ~(~A | ~B) is too. `A ~ 3` repeats A.
+_REFUSED_OPERATOR = re.compile(r"&|~(?!\s*+\d)")
 _OPTIONS, _GBNF = "%llguidance", "::="
 _MOST_MESSAGE_CHARS = 200
 
@@ -51,14 +53,15 @@ def native_grammar(spec: GrammarSpec, vocabulary: Vocabulary, limits: GrammarLim
 
 def lark(kind: Kind, text: str, limits: GrammarLimits) -> str:
     """Return a grammar in Lark or GBNF as Lark. Raise InvalidGrammar for what sessions cannot use."""
+    if _GBNF in _LITERALS.sub('""', text):
+        text = _lark_of_gbnf(kind, text, limits)
     bare = _LITERALS.sub('""', text)
     if (found := _REFUSED_ATTRIBUTE.search(bare)) is not None:
         raise InvalidGrammar(kind, f"must not have {found[1]}=")
     if _OPTIONS in bare:
         raise InvalidGrammar(kind, f"must not have {_OPTIONS}")
-    if _GBNF in bare:
-        return _lark_of_gbnf(kind, text, bare.count(_GBNF), limits)
-    check_intersections(kind, bare)
+    if _REFUSED_OPERATOR.search(bare) is not None:
+        raise InvalidGrammar(kind, "must not have intersections (&) or complements (~)")
     return _with_checked_schemas(kind, text, limits)
 
 
@@ -73,11 +76,12 @@ def _with_checked_schemas(kind: Kind, text: str, limits: GrammarLimits) -> str:
     return written + text[end:]
 
 
-def _lark_of_gbnf(kind: Kind, text: str, rules: int, limits: GrammarLimits) -> str:
+def _lark_of_gbnf(kind: Kind, text: str, limits: GrammarLimits) -> str:
+    rules = text.count(_GBNF)
     if rules > limits.most_gbnf_rules:  # the conversion takes quadratic time
         raise InvalidGrammar(kind, f"must have at most {limits.most_gbnf_rules} rules in GBNF, got {rules}")
     try:
-        return str(gbnf_to_lark(text))
+        return str(gbnf_to_lark(text)).removeprefix(f"{_OPTIONS} {{}}\n")
     except Exception as error:  # it raises nothing narrower
         reason = " ".join(str(error).split())[:_MOST_MESSAGE_CHARS]
         raise InvalidGrammar(kind, f"must be Lark or GBNF, got: {reason}") from error

@@ -2,22 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
 _ONE = ("items", "additionalProperties", "additionalItems")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_INDEX = re.compile(r"0|[1-9][0-9]{0,5}")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 
 
-def subschemas(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the schema and all schemas in it."""
-    rest = [schema]
+def subschemas(root: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the schema and all schemas in it, and those elsewhere to which a reference leads.
+
+    With references other than by path these are all objects of it, since any may be what one leads to.
+    """
+    parts = _reached(root, lambda part: [*children(part), *merged(root, part)])
+    return parts if refers_by_path(root, parts) else _reached(root, _objects)
+
+
+def refers_by_path(root: dict[str, Any], parts: Iterable[dict[str, Any]]) -> bool:
+    """Return True if all references of the parts are paths from the root, and lead to something."""
+    return not any(
+        (isinstance(part.get("$ref"), str) and not isinstance(target(root, part["$ref"]), dict | bool))
+        or (part is not root and isinstance(part.get("$id"), str))
+        for part in parts
+    )
+
+
+def _reached(
+    root: dict[str, Any], following: Callable[[dict[str, Any]], Iterable[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """Return the root and all that follows from it, once each."""
+    reached, rest = dict[int, dict[str, Any]](), [root]
     while rest:
         part = rest.pop()
-        yield part
-        rest += children(part)
+        if id(part) not in reached:
+            reached[id(part)] = part
+            rest += following(part)
+    return list(reached.values())
+
+
+def _objects(part: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the objects right below `part`, and in lists there."""
+    found, rest = list[dict[str, Any]](), list(part.values())
+    while rest:
+        item = rest.pop()
+        if isinstance(item, dict):
+            found.append(item)
+        elif isinstance(item, list):
+            rest += item
+    return found
 
 
 def children(part: dict[str, Any]) -> list[dict[str, Any]]:
@@ -30,11 +66,11 @@ def children(part: dict[str, Any]) -> list[dict[str, Any]]:
 
 def merged(root: dict[str, Any], part: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the schemas that a value of `part` must satisfy as well, by allOf or by reference."""
-    found = [*as_list(part.get("allOf")), _target(root, part.get("$ref"))]
+    found = [*as_list(part.get("allOf")), target(root, part.get("$ref"))]
     return [each for each in found if isinstance(each, dict)]
 
 
-def _target(root: dict[str, Any], reference: Any) -> Any:
+def target(root: dict[str, Any], reference: Any) -> Any:
     """Return what a reference by a path within `root` points to; None if it points to nothing."""
     if not isinstance(reference, str) or (reference != "#" and not reference.startswith("#/")):
         return None
@@ -42,7 +78,7 @@ def _target(root: dict[str, Any], reference: Any) -> Any:
     for name in unquote(reference[1:]).split("/")[1:]:
         key = name.replace("~1", "/").replace("~0", "~")
         if isinstance(node, list):
-            node = node[int(key)] if key.isdecimal() and int(key) < len(node) else None
+            node = node[int(key)] if _INDEX.fullmatch(key) and int(key) < len(node) else None
         else:
             node = as_dict(node).get(key)
     return node
@@ -50,15 +86,24 @@ def _target(root: dict[str, Any], reference: Any) -> Any:
 
 def texts(value: Any) -> Iterator[str]:
     """Yield the strings in `value`, names included."""
+    return (item for item in _scalars(value) if isinstance(item, str))
+
+
+def integers(value: Any) -> Iterator[int]:
+    """Yield the integers in `value`."""
+    return (item for item in _scalars(value) if isinstance(item, int) and not isinstance(item, bool))
+
+
+def _scalars(value: Any) -> Iterator[Any]:
     rest = [value]
     while rest:
         item = rest.pop()
-        if isinstance(item, str):
-            yield item
-        elif isinstance(item, dict):
+        if isinstance(item, dict):
             rest += [*item, *item.values()]
         elif isinstance(item, list):
             rest += item
+        else:
+            yield item
 
 
 def as_dict(value: Any) -> dict[str, Any]:

@@ -110,14 +110,17 @@ class _Rules:
     def _json(self, form: _Form, place: str) -> str:
         if "json_schema" not in form:
             raise InvalidGrammar(_KIND, f"{place} must have json_schema")
-        check_schema(_KIND, form["json_schema"])
+        try:
+            check_schema(_KIND, form["json_schema"])
+        except InvalidGrammar as error:
+            raise InvalidGrammar(_KIND, f"{place}.json_schema {error.problem}") from None
         return f"%json {with_options(form['json_schema'])}"
 
     def _token(self, form: _Form, place: str) -> str:
         token = form.get("token")
         if isinstance(token, str):
             token = self._vocabulary.special_token(token)
-        if not isinstance(token, int) or not 0 <= token < self._vocabulary.size:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocabulary.size:
             raise InvalidGrammar(_KIND, f"{place}.token must be a token id, or the text of a control token")
         return f"<[{token}]>"
 
