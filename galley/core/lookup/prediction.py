@@ -54,11 +54,12 @@ class _Place:
 
 
 class PredictionLookup:
-    """One session's place in its prediction. `accepted` counts the output tokens that it had right."""
+    """One session's place in its prediction. `accepted` counts its tokens that the output has had."""
 
     def __init__(self, tokens: Sequence[int], calibration: Calibration) -> None:
         self.accepted = 0
         self._tokens = tokens
+        self._had = bytearray(len(tokens))
         self._calibration = calibration.child()
         self._place = _Place(0, 0, 0)
         self._recent: list[int] = []
@@ -68,7 +69,7 @@ class PredictionLookup:
     @property
     def counts(self) -> tuple[int, int]:
         """Return how many tokens of the prediction the output has, and how many it does not have."""
-        return self.accepted, max(0, len(self._tokens) - self.accepted)
+        return self.accepted, len(self._tokens) - self.accepted
 
     def index(self, tokens: Sequence[int]) -> None:
         """Index the next `tokens` of the prediction, in half a µs each. A difference indexes what is left."""
@@ -83,7 +84,9 @@ class PredictionLookup:
             if place.next < len(self._tokens):
                 right = token == self._tokens[place.next]
                 self._calibration.record(place.evidence(), right)
-                self.accepted += right
+                if right and not self._had[place.next]:  # an output that repeats itself comes back here
+                    self._had[place.next] = True
+                    self.accepted += 1
             self._place = self._step(place, token, self._recent)
             self._recent = [*self._recent[1 - _LONGEST :], token]
 

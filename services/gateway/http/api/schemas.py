@@ -124,7 +124,9 @@ class ChatRequest(ChoicesRequest):
     top_logprobs: int | None = Field(None, ge=0, le=20, description="Number of most likely tokens to return.")
     tools: Tools | None = Field(None, description="Functions that the model may call.")
     tool_choice: ToolChoice | None = Field(None, description="Whether it may, or which of them it must.")
-    parallel_tool_calls: bool | None = Field(None, description="False: at most one call an answer.")
+    parallel_tool_calls: bool | None = Field(
+        None, description="False: at most one call an answer, where a call is required."
+    )
 
 
 class CompletionRequest(ChoicesRequest):

@@ -125,7 +125,7 @@ def _set_outputs(output: pb.StructuredOutput, outputs: StructuredOutputs) -> str
     match given[0]:
         case "json_schema":
             schema = outputs.json_schema
-            output.json_schema = schema if isinstance(schema, str) else to_unicode(schema or False)
+            output.json_schema = schema if isinstance(schema, str) else to_unicode(schema)
             return f"{name}.json"
         case "choice":
             output.choice.choices.extend(outputs.choice or ())

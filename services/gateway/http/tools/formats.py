@@ -67,10 +67,11 @@ class ToolFormat:
         if not self.trigger:
             return None
         tags = [self._call(tool["function"]) for tool in tools]
+        once = {"stop_after_first": not parallel}
         if self.before:
             inner: Form = {"type": "tags_with_separator", "tags": tags, "separator": self.separator}
+            inner |= {"at_least_one": True, **once}
             tags = [{"type": "tag", "begin": self.before, "content": inner, "end": self.after}]
-        once = {"stop_after_first": not parallel}
         return {"type": "triggered_tags", "triggers": [self.trigger], "tags": tags, **once}
 
     def _call(self, function: Mapping[str, Any]) -> Form:

@@ -127,7 +127,12 @@ def test_the_counts_are_a_function_of_the_tokens(prediction: list[int], output: 
     accepted, rejected = whole.counts
     assert pieces.counts == (accepted, rejected) == count_predicted(prediction, output)
     assert accepted <= len(output)
-    assert 0 <= rejected <= len(prediction)
+    assert accepted + rejected == len(prediction)
+
+
+def test_an_answer_that_repeats_itself_has_the_prediction_once() -> None:
+    assert count_predicted([1, 2, 3], [1, 2, 3] * 4) == (3, 0)
+    assert count_predicted([1, 2, 3, 4], [2, 3] * 4) == (1, 3), "a 2 is not predicted, but its 3 is"
 
 
 def test_survival_is_measured() -> None:

@@ -135,6 +135,17 @@ def test_required_calls_of_mistrals_list() -> None:
     assert not accepts(MISTRAL_LIST.calls(TOOLS, parallel=False), f"[TOOL_CALLS][{first}, {second}]")
 
 
+def test_mistrals_list_amid_text_has_one_call_or_more() -> None:
+    one = json.dumps({"name": "get_weather", "arguments": {"city": "x"}})
+    many, once = (MISTRAL_LIST.optional_calls(TOOLS[:1], parallel=parallel) for parallel in (True, False))
+    assert many is not None
+    assert once is not None
+    for form in (many, once):
+        assert accepts(form, f"[TOOL_CALLS][{one}]")
+        assert not accepts(form, "[TOOL_CALLS][]")
+        assert accepts(form, f"[TOOL_CALLS][{one}, {one}]") == (form is many)
+
+
 def test_required_calls_of_the_newest_mistral() -> None:
     form = MISTRAL.calls(TOOLS, parallel=True)
     assert accepts(form, '[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]get_weather[ARGS]{"city": "x"}')

@@ -41,6 +41,7 @@ SCHEMA = Weather.model_json_schema()
         ({"response_format": {"type": "json_object"}}, r"\{.*\}"),
         ({"structured_outputs": {"json": SCHEMA}}, r'\{"city": "[^"]{0,8}", "days": [123]\}'),
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, r'\{"city": "[^"]{0,8}", "days": [123]\}'),
+        ({"structured_outputs": {"json": {}}}, r".+"),
         ({"structured_outputs": {"regex": "a+b", "disable_any_whitespace": True}}, "a+b"),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
         ({"structured_outputs": {"grammar": 'start: "x" /[0-9]{2}/'}}, "x[0-9]{2}"),
@@ -185,6 +186,12 @@ async def test_strict_tools_bind_calls_amid_text(client: HttpClient, world: Worl
     wrong = {**WEATHER, "function": {"name": "f", "strict": True, "parameters": {"type": "nothing"}}}
     error = (await client.post(CHATS, {**ASK, "tools": [wrong]})).json()["error"]
     assert error["param"] == "tools"
+
+
+async def test_a_refused_form_of_calls_or_answer_names_both(client: HttpClient) -> None:
+    wrong = {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}
+    error = (await client.post(CHATS, {**ASK, "tools": [WEATHER], "response_format": wrong})).json()["error"]
+    assert error["param"] == "tools or response_format.json_schema.schema"
 
 
 async def test_a_language_that_cannot_stand_beside_calls_is_refused(client: HttpClient) -> None:
