@@ -125,7 +125,7 @@ class ChatRequest(ChoicesRequest):
     tools: Tools | None = Field(None, description="Functions that the model may call.")
     tool_choice: ToolChoice | None = Field(None, description="Whether it may, or which of them it must.")
     parallel_tool_calls: bool | None = Field(
-        None, description="False: at most one call an answer, where a call is required."
+        None, description="False: at most one call an answer, where the form of calls is fixed."
     )
 
 

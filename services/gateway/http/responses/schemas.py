@@ -53,7 +53,7 @@ class ResponseRequest(Parameters):
     tools: FlatTools | None = Field(None, description="Functions that the model may call.")
     tool_choice: FlatToolChoice | None = Field(None, description="Whether it may, or which of them it must.")
     parallel_tool_calls: bool | None = Field(
-        None, description="False: at most one call an answer, where a call is required."
+        None, description="False: at most one call an answer, where the form of calls is fixed."
     )
     store: bool | None = Field(
         None, description="Keep the response for `GET` and `previous_response_id`. Default: true."

@@ -41,7 +41,7 @@ class ToolUse:
         if form is None:
             return ""
         request.structured_output.structural_tag = structural_tag(form)
-        return f"tools or {language}" if language else "tools"
+        return f"tools or {language}" if language and not self.is_required else "tools"
 
     def add_to(self, request: pb.GenerateRequest) -> None:
         """Add the tools that the chat template tells the model of."""
