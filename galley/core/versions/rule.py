@@ -6,8 +6,8 @@ canary until it has given `tokens` output tokens.
 
 Sessions are drawn for the canary, whatever draft then serves them, so both arms have the same traffic. That
 holds for draws of sessions only. Where tenants or workloads are drawn, the arms differ in their traffic: then
-only failures, and an acceptance that is less than half, end a trial. If all of them fall to the canary, its
-failures alone do.
+only failures, and an acceptance that is less than half, end a trial. If nearly all of them fall to the
+canary, its failures alone do.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Decision:
 def decide(split: Split, stable: VersionCounts, canary: VersionCounts, rule: Rule) -> Decision:
     """Return what becomes of the canary, and why."""
     sessions = min(stable.sessions, canary.sessions)
-    if split.by != "session" and not stable.sessions and _fails(canary, rule):
+    if split.by != "session" and stable.sessions < rule.min_sessions and _fails(canary, rule):
         return _roll_back(f"failures: {canary.failure_rate.value:.3f} ± {canary.failure_rate.error:.3f}")
     if sessions < rule.min_sessions:
         return Decision(Outcome.KEEP, f"{sessions} of {rule.min_sessions} sessions in the smaller arm")

@@ -76,10 +76,11 @@ class Canaries:
         return ""
 
     async def restore(self, folder: Path, version: str, folder_of: Callable[[str], Path | None]) -> None:
-        """Load the stable draft into replicas that serve another version; during a trial only the canary.
+        """Load the stable draft into replicas that serve another version; during a trial only what is lost.
 
         The version must be ours, or one that replicas began with: what people loaded and drained stays. A
-        canary of ours is loaded again if no replica serves it: one that restarts has its first weights.
+        version of the trial that is ours is loaded again if no replica serves it: one that restarts has its
+        first weights.
         """
         state, leases = await self._versions.read(), await self._registry.read(DRAFT_POOL)
 
@@ -87,10 +88,13 @@ class Canaries:
             return folder_of(name) is not None
 
         if canary := state.split.canary:
-            lost = folder_of(canary) if all(lease.version != canary for lease in leases) else None
-            replicas, _ = _replicas(state, leases, canary, is_ours)
-            if lost is not None and replicas:
-                await self._reload(replicas[0].address, lost, canary)
+            served = {lease.version for lease in leases}
+            lost = [name for name in (canary, version) if name not in served and is_ours(name)]
+            replicas, problem = _replicas(state, leases, canary, is_ours)
+            for name, lease in zip(lost, replicas, strict=False):
+                await self._reload(lease.address, folder_of(name) or folder, name)
+            if lost and not replicas:
+                _log.warning("draft of the trial not loaded", version=lost[0], reason=problem)
             return
         for lease in replicas_for_load(leases, state.split, version):
             is_first = bool(state.split.stable) and lease.version not in state.decided
