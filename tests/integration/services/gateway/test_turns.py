@@ -1,7 +1,7 @@
 """No call holds the event loop of a gateway for more than 5 ms of CPU time.
 
-That is a bound of work, which this test measures in time: on a slower machine, or one whose cores are shared,
-the bound grows as the time of a fixed piece of work does, which is measured beside each case beyond 5 ms.
+That is a bound of work, which this test measures in time. On a slower machine, or one whose cores are shared,
+the bound grows as the time of a fixed piece of work, which is measured right after each turn beyond 5 ms.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from tests.fakes.world import ID_SECRET, World
 
 MOST_MS = 5.0
 MOST_GC_MS = 15.0
-WORK_MS = 2.0
-"""CPU time of `work` where the bounds hold as they are."""
-MOST_SLOWNESS = 4.0
 """A collection of garbage in a turn counts apart: it visits what all calls have made."""
 TRIES = 8
 """Each case counts with its best try: what else runs on the machine costs CPU time, too."""
+WORK_MS = 2.0
+"""CPU time of `work` where the bounds hold as they are."""
+MOST_SLOWNESS = 3.0
+"""Beyond that a machine says nothing of turns."""
 CONTEXT, VOCAB = MOST_IDS, 1 << 17
 MIB = 1 << 20
 IDS = [1000 + index % (VOCAB - 1000) for index in range(CONTEXT - 100)]
@@ -245,15 +246,13 @@ async def test_no_turn_takes_more_than_five_milliseconds(
         on.parts = await on.post("/v1/responses", {**body, "tools": [{"type": "function", "name": "now"}]})
         too_long = []
         for name, case in CASES.items():
-            best = await longest(on, turns, case)
-            slow, tries = 1.0, 1
-            while not is_short(best, slow) and tries < TRIES:
-                slow = max(slow, slowness())
-                best = min(best, await longest(on, turns, case), key=lambda turn: turn.ms)
-                tries += 1
-            if not is_short(best, slow):
-                too_long.append(
-                    f"{name}: {best.ms:.1f} ms, {best.gc_ms:.1f} of them garbage, {best.name}; "
-                    f"this machine takes {slow:.1f} times as long as others"
-                )
+            tried = []
+            for _ in range(TRIES):
+                turn = await longest(on, turns, case)
+                slow = 1.0 if is_short(turn) else slowness()
+                if is_short(turn, slow):
+                    break
+                tried.append(f"{turn.ms:.1f} ms ({turn.gc_ms:.1f} garbage; bounds × {slow:.1f}) {turn.name}")
+            else:
+                too_long.append(f"{name}: {tried[-1]}")
     assert not too_long, "\n".join(too_long)
