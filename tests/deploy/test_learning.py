@@ -150,7 +150,7 @@ def test_learning_that_cannot_work_is_refused(values: Manifest, reason: str) -> 
         ),
         (
             {"drafts": [{"name": "b", "settings": {"model": "/models/volume/b", "max_load_mib": 64}}]},
-            "learning.start: must be set without draft.settings.model",
+            "learning.start: must be set, because draft.settings.model is empty",
         ),
     ],
 )

@@ -93,6 +93,11 @@ BOMBS: Mapping[str, GrammarSpec] = {
     "a schema in a grammar after a regex of two lines": GrammarSpec(
         "grammar", 'start: /x\ny/ a # /\na: %json {"multipleOf": 999983}'
     ),
+    "multiples beside each other": _schema({"multipleOf": 9973, "anyOf": [{"multipleOf": 9967}]}),
+    "multiples in many schemas": GrammarSpec(
+        "grammar",
+        "start: " + " | ".join(f'%json {{"multipleOf": {number}}}' for number in range(18_001, 20_000)),
+    ),
     "a multiple that only a reference leads to": _schema(
         {"$ref": "#/x/a", "x": {"a": {"type": "integer", "multipleOf": 200_003}}}
     ),

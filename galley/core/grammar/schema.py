@@ -26,7 +26,8 @@ _ESCAPED = re.compile(
 )
 _WIDE_CLASS = re.compile(r"\[(?:\^|(?=(?:[^][\\-]|\\.)*+-))(?:[^][\\]|\\.)*+\]")
 _MOST_NAME_CHARS = 64
-_LARGEST = 10**300
+# A double holds no integer beyond 1.8e308.
+_LARGEST = 10**308
 _NUMBERS = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from galley.core.grammar.costs import check_multiples
 from galley.core.grammar.limits import GrammarLimits, InvalidGrammar
 from galley.core.grammar.pieces import read_first_json, read_json, regex_of, with_options
 from galley.core.grammar.schema import check_schema
@@ -60,6 +62,8 @@ def lark(kind: Kind, text: str, limits: GrammarLimits) -> str:
         raise InvalidGrammar(kind, f"must not have {found[1]}=")
     if _OPTIONS in bare:
         raise InvalidGrammar(kind, f"must not have {_OPTIONS}")
+    if "<" in bare:  # llguidance and Python know other spaces: what follows may not be what it seems
+        raise InvalidGrammar(kind, "must have control tokens as <name>, without spaces")
     if _REFUSED_OPERATOR.search(bare) is not None:
         raise InvalidGrammar(kind, "must not have intersections (&) or complements (~)")
     return _with_checked_schemas(kind, text, limits)
@@ -67,13 +71,16 @@ def lark(kind: Kind, text: str, limits: GrammarLimits) -> str:
 
 def _with_checked_schemas(kind: Kind, text: str, limits: GrammarLimits) -> str:
     """Return a Lark grammar whose schemas (`%json {...}`) are checked and have our options."""
-    written, end = "", 0
+    written, schemas, end = list[str](), list[dict[str, Any]](), 0
     while (found := _LITERAL_OR_JSON.search(text, end)) is not None:
-        written, end = written + text[end : found.end()], found.end()
+        written.append(text[end : found.end()])
+        end = found.end()
         if found[0].startswith(_JSON):
             schema, end = read_first_json(kind, text, end, limits)
-            written += with_options(check_schema(kind, schema))
-    return written + text[end:]
+            schemas.append(check_schema(kind, schema))
+            written.append(with_options(schema))
+    check_multiples(kind, schemas)
+    return "".join((*written, text[end:]))
 
 
 def _lark_of_gbnf(kind: Kind, text: str, limits: GrammarLimits) -> str:

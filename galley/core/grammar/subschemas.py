@@ -9,6 +9,9 @@ from urllib.parse import unquote
 
 _ONE = ("items", "additionalProperties", "additionalItems")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_OPTIONS = ("anyOf", "oneOf")
+# Draft 4 has `id`.
+_BASES = ("$id", "id")
 _INDEX = re.compile(r"0|[1-9][0-9]{0,5}")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 
@@ -26,7 +29,7 @@ def refers_by_path(root: dict[str, Any], parts: Iterable[dict[str, Any]]) -> boo
     """Return True if all references of the parts are paths from the root, and lead to something."""
     return not any(
         (isinstance(part.get("$ref"), str) and not isinstance(target(root, part["$ref"]), dict | bool))
-        or (part is not root and isinstance(part.get("$id"), str))
+        or (part is not root and any(isinstance(part.get(name), str) for name in _BASES))
         for part in parts
     )
 
@@ -62,6 +65,12 @@ def children(part: dict[str, Any]) -> list[dict[str, Any]]:
     found += [each for name in _LISTS for each in as_list(part.get(name))]
     found += [each for name in _NAMED for each in as_dict(part.get(name)).values()]
     return [each for each in found if isinstance(each, dict)]
+
+
+def options(part: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """Return the schemas of anyOf and of oneOf, where there are some: a value satisfies one of each."""
+    lists = ([each for each in as_list(part.get(name)) if isinstance(each, dict)] for name in _OPTIONS)
+    return [some for some in lists if some]
 
 
 def merged(root: dict[str, Any], part: dict[str, Any]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from llguidance import regex_to_lark
 
+from galley.core.grammar.costs import check_multiples
 from galley.core.grammar.limits import GrammarLimits, InvalidGrammar
 from galley.core.grammar.pieces import regex_of, with_options
 from galley.core.grammar.schema import check_schema
@@ -27,6 +28,7 @@ def tag_grammar(tag: Any, vocabulary: Vocabulary, limits: GrammarLimits) -> str:
     """Return the Lark grammar of a parsed structural tag. Raise InvalidGrammar."""
     rules = _Rules(vocabulary, limits)
     start = rules.part(_form(tag), "format")
+    check_multiples(_KIND, rules.schemas)
     return "\n".join((f"start: {start}", _REST, *rules.lines))
 
 
@@ -53,6 +55,7 @@ class _Rules:
 
     def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits) -> None:
         self.lines: list[str] = []
+        self.schemas: list[dict[str, Any]] = []
         self._vocabulary = vocabulary
         self._limits = limits
         self._writers: dict[str, Callable[[_Form, str], str]] = {
@@ -111,7 +114,7 @@ class _Rules:
         if "json_schema" not in form:
             raise InvalidGrammar(_KIND, f"{place} must have json_schema")
         try:
-            check_schema(_KIND, form["json_schema"])
+            self.schemas.append(check_schema(_KIND, form["json_schema"]))
         except InvalidGrammar as error:
             raise InvalidGrammar(_KIND, f"{place}.json_schema {error.problem}") from None
         return f"%json {with_options(form['json_schema'])}"

@@ -28,7 +28,7 @@
 {{- fail (printf "learning.start: must be a directory in the pods, got %s" $start) -}}
 {{- end -}}
 {{- if not $start -}}
-{{- fail "learning.start: must be set without draft.settings.model" -}}
+{{- fail "learning.start: must be set, because draft.settings.model is empty" -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -184,6 +184,22 @@ MANY_PATTERNS = "must combine at most 8 patterns or formats of a value"
 NEEDS_ITSELF = json.dumps(
     {"type": "object", "properties": {"a": {"items": [1], "$ref": "#"}}, "required": ["a"]}
 )
+MULTIPLE = {"type": "json_schema", "json_schema": {"multipleOf": 19997}}
+PATTERNS = {"allOf": [{"pattern": f"a{i}"} for i in range(5)]}
+DRAFT_4 = json.dumps(
+    {
+        "$schema": "http://json-schema.org/draft-04/schema#",
+        "$ref": "#/definitions/d",
+        "x": {"q": {}},
+        "definitions": {
+            "d": {
+                "id": "http://o/",
+                "properties": {"p": {"$ref": "#/x/q"}},
+                "x": {"q": {"type": "integer", "multipleOf": 200_003}},
+            }
+        },
+    }
+)
 LONG_PATTERN = json.dumps({"format": {"type": "regex", "pattern": "a" * 8193}})
 REFUSED: list[tuple[Kind, str, str]] = [
     ("json_schema", "[1]", "must be a JSON object"),
@@ -257,6 +273,15 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("grammar", 'start: %json {"not": {}}', 'Unimplemented keys: ["not"]'),
     ("grammar", "start: %json [1]", "must be a JSON object"),
     ("grammar", "start: %json {", "must be JSON, got: "),
+    *(
+        (
+            "grammar",
+            f"x: <{space}/>\nstart: a\na[max_tokens=5]: /[a-z]+/",
+            "must have control tokens as <name>",
+        )
+        for space in ("\x1c", "\x1f", "\u00a0")
+    ),
+    ("grammar", 'start: a | b\na: %json {"multipleOf": 19997}\nb: %json {"multipleOf": 19993}', MULTIPLES),
     ("grammar", "start: T\nT: /a/ & /[a-z]/", "must not have intersections (&) or complements (~)"),
     ("grammar", "start: T\nT: /xy/ | ~(~/a/ | ~/[a-z]/)", "must not have intersections (&) or complements"),
     ("grammar", "start: /x\ny/ a\na[max_tokens=5]: /[a-z]+/ # /", "must not have max_tokens="),
@@ -265,7 +290,14 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("json_schema", '{"multipleOf": 20011}', MULTIPLES),
     ("json_schema", '{"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}', MULTIPLES),
     ("json_schema", '{"prefixItems": [{"multipleOf": 1.9973}, {"multipleOf": 29}]}', MULTIPLES),
+    ("json_schema", '{"multipleOf": 9973, "anyOf": [{"multipleOf": 9967}]}', MULTIPLES),
     ("json_schema", json.dumps({"allOf": [{"pattern": f"a{i}"} for i in range(9)]}), MANY_PATTERNS),
+    (
+        "json_schema",
+        json.dumps({**PATTERNS, "anyOf": [PATTERNS, {"type": "null"}], "oneOf": [{"type": "string"}]}),
+        MANY_PATTERNS,
+    ),
+    ("json_schema", DRAFT_4, MULTIPLES),
     (
         "json_schema",
         json.dumps({"allOf": [{"properties": {"a": {"pattern": f"{i}"}}} for i in range(9)]}),
@@ -283,6 +315,11 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("structural_tag", '{"format": {"type": "token", "token": "<no>"}}', "format.token must be a token id"),
     ("structural_tag", '{"format": {"type": "token", "token": true}}', "format.token must be a token id"),
     ("structural_tag", '{"format": {"type": "regex", "pattern": "\\ud800"}}', "a lone surrogate"),
+    (
+        "structural_tag",
+        json.dumps({"format": {"type": "or", "elements": [MULTIPLE, MULTIPLE]}}),
+        MULTIPLES,
+    ),
     (
         "structural_tag",
         '{"format": {"type": "json_schema", "json_schema": {"multipleOf": 20011}}}',
