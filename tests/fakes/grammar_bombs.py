@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from itertools import pairwise
+from typing import Any
 
 from galley.core.grammar.spec import GrammarSpec
 
@@ -32,6 +33,25 @@ def _intersection(kind: str, count: int) -> GrammarSpec:
     return _schema({"allOf": [{"type": "string", "pattern": each} for each in patterns]})
 
 
+def _options(levels: int, reference: str) -> dict[str, Any]:
+    schema: dict[str, Any] = {"$ref": reference}
+    for _ in range(levels):
+        schema = {"anyOf": [schema]}
+    return schema
+
+
+def _eight(number: int) -> list[dict[str, str]]:
+    return [{"pattern": f"[a-z]{{{number}{index},}}x{index}"} for index in range(8)]
+
+
+_LAST = {"allOf": [{"$ref": place} for place in ("#/c", "#/c/$defs/c", "#/c/$defs/c/$defs/c")]}
+_CONTAINED = {
+    "$ref": "#/c/$defs/c/$defs/c/$defs/c",
+    "c": {
+        "allOf": _eight(1),
+        "$defs": {"c": {"allOf": _eight(2), "$defs": {"c": {"allOf": _eight(3), "$defs": {"c": _LAST}}}}},
+    },
+}
 _PROPERTIES = [f"p{index}" for index in range(1500)]
 _WIDE = {"type": "object", "properties": {name: {"type": "string"} for name in _PROPERTIES}}
 BOMBS: Mapping[str, GrammarSpec] = {
@@ -102,6 +122,36 @@ BOMBS: Mapping[str, GrammarSpec] = {
         {"$ref": "#/x/a", "x": {"a": {"type": "integer", "multipleOf": 200_003}}}
     ),
     "a schema in a grammar": GrammarSpec("grammar", f"start: %json {_intersection('json_schema', 30).text}"),
+    "chain of rules": GrammarSpec(
+        "grammar", "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(4000)) + '\nr4000: "a"'
+    ),
+    "chain of groups": GrammarSpec(
+        "grammar",
+        "start: r0\n"
+        + "\n".join(f'r{i}: ("x" | ("x" | ("x" | r{i + 1})))' for i in range(990))
+        + '\nr990: "a"',
+    ),
+    "nested templates": GrammarSpec("grammar", "start: a\na: " + "a{" * 20_000),
+    "chain of references": _schema(
+        {"$ref": "#/d0"} | {f"d{i}": {"$ref": f"#/d{i + 1}"} for i in range(2400)} | {"d2400": {}}
+    ),
+    "chain of options": _schema(
+        {"$ref": "#/d0"} | {f"d{i}": _options(12, f"#/d{i + 1}") for i in range(200)}
+    ),
+    "many classes of letters": GrammarSpec("grammar", "start: /" + r"\pL" * 20_000 + "/i"),
+    "many letters in a schema": _schema({"pattern": "(?i)" + r"\pL" * 15_000}),
+    "many optional groups": GrammarSpec("grammar", "start: /" + "(ab)?" * 11_000 + "/"),
+    "multiple with a power of ten": _schema({"type": "integer", "multipleOf": 10_240_000}),
+    "multiples with powers of ten": _schema({"allOf": [{"multipleOf": 16_384}, {"multipleOf": 10_000}]}),
+    "multiples beyond 32 bits": _schema({"allOf": [{"multipleOf": 1_000_000}, {"multipleOf": 7000}]}),
+    "many patterns of names": _schema({"patternProperties": {f"^{i:x}$": {} for i in range(1200)}}),
+    "patterns that contain themselves": _schema(_CONTAINED),
+    "groups in GBNF": GrammarSpec(
+        "grammar",
+        "root ::= r0\n"
+        + "\n".join(f'r{i} ::= ("x" | ("y" | (r{i + 1} "z")))' for i in range(990))
+        + '\nr990 ::= "a"',
+    ),
     "chain of rules in GBNF": GrammarSpec(
         "grammar", "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(998)) + '\nr998 ::= "a"'
     ),

@@ -107,7 +107,7 @@ def test_the_bounds_of_the_page_are_those_of_the_gateway() -> None:
     assert f"| {limits.most_text_bytes // 1024} KiB, nested at most {limits.most_depth} levels |" in PAGE
     assert f"| {limits.most_regex_bytes // 1024} KiB |" in PAGE
     assert f"| 1 to {limits.most_choices:,} |" in PAGE
-    assert f"| {limits.most_gbnf_rules:,} |" in PAGE
+    assert f"| {limits.most_grammar_units:,} |" in PAGE
 
 
 def test_the_schemas_of_the_benchmark_can_be_compiled() -> None:

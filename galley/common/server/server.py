@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,6 +40,8 @@ _LOG = get_logger(__name__)
 
 # For calls that are open after the drain, such as health watches.
 _STOP_GRACE_S = 0.5
+_STACK_BYTES = 64 * 1024 * 1024
+"""Of each thread, as far as it is used: llguidance recurses through a grammar, some 3 KiB a rule or level."""
 
 
 class Service(Protocol):
@@ -215,6 +218,7 @@ def run_main(
     if settings.die_with_parent:
         die_with_parent()
     start_logging(f"galley-{name}", settings.log_level, settings.log_format)
+    threading.stack_size(_STACK_BYTES)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(run_service(settings, name, prepare(settings)))

@@ -5,7 +5,7 @@ Patterns of one value take time exponential in their number, and a multiple time
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from math import lcm
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from galley.core.grammar.limits import InvalidGrammar
 from galley.core.grammar.spec import Kind
 from galley.core.grammar.subschemas import (
+    as_list,
     children,
     merged,
     options,
@@ -23,12 +24,17 @@ from galley.core.grammar.subschemas import (
 MOST_INTERSECTED = 8
 MOST_MULTIPLE = 20_000
 _PATTERNS = ("pattern", "format")
+_LARGEST = 10**15
+# llguidance computes multiples in 32 bits.
+_WRAPS, _LEAST_EXPONENT = 1 << 32, -9
 
 
 def check_costs(kind: Kind, schema: dict[str, Any], parts: Sequence[dict[str, Any]]) -> None:
     """Raise InvalidGrammar for a schema, of these parts, that is known to take long."""
-    is_plain = refers_by_path(schema, parts)
-    patterns = _most_intersected(schema) if is_plain else sum(map(_patterns, parts))
+    if refers_by_path(schema, parts):
+        patterns = _most_intersected(schema, parts)
+    else:
+        patterns = sum(_patterns(part) + _choices(part) for part in parts)
     if patterns > MOST_INTERSECTED:
         raise InvalidGrammar(kind, f"must combine at most {MOST_INTERSECTED} patterns or formats of a value")
     check_multiples(kind, [schema])
@@ -43,38 +49,67 @@ def check_multiples(kind: Kind, schemas: Sequence[dict[str, Any]]) -> None:
 def _multiples(schema: dict[str, Any]) -> int:
     """Return a bound of the numbers whose multiples an answer may have to be, summed."""
     parts = subschemas(schema)
-    numbers = [_coefficient(part["multipleOf"]) for part in parts if "multipleOf" in part]
+    numbers = [_decimal(part["multipleOf"]) for part in parts if "multipleOf" in part]
     are_apart = refers_by_path(schema, parts) and not any(
         merged(schema, part) or options(part) for part in parts
     )
-    return sum(numbers) if are_apart else max(sum(numbers), lcm(*numbers))
+    alone = sum(_cost(*number) for number in numbers)
+    least = min((exponent for _, exponent in numbers), default=0)
+    together = lcm(*(digits * 10 ** (exponent - least) for digits, exponent in numbers))
+    return alone if are_apart else max(alone, _cost(together, least))
 
 
-def _most_intersected(root: dict[str, Any]) -> int:
+def _most_intersected(root: dict[str, Any], parts: Sequence[dict[str, Any]]) -> int:
     """Return a bound of the patterns and formats that one string of an answer must match."""
     known: dict[int, int] = {}
     rest = [(root, False)]
     while rest:  # each schema comes twice: before those that it leads to, and after them
         part, is_last = rest.pop()
-        must = merged(root, part)
         if is_last:
-            # llguidance combines each option of anyOf and oneOf with all that stands beside them.
-            one_of_each = sum(max(known[id(each)] for each in some) for some in options(part))
-            value = _patterns(part) + sum(known[id(each)] for each in must) + one_of_each
-            known[id(part)] = max([value, *(known[id(child)] for child in children(part))])
+            known[id(part)] = _combined(root, part, known)
         elif id(part) not in known:
             known[id(part)] = 0
             rest.append((part, True))
-            rest += [(each, False) for each in (*must, *children(part))]
-    return known[id(root)]
+            rest += [(each, False) for each in (*merged(root, part), *children(part))]
+    once = max(known.values())
+    # Parts that contain themselves have been counted once. They may hold what is combined each time.
+    is_changed = True
+    while is_changed and max(known.values()) <= MOST_INTERSECTED:
+        grown = {id(part): _combined(root, part, known) for part in parts}
+        is_changed, known = grown != known, grown
+    most = max(known.values())
+    return most if most <= MOST_INTERSECTED else max(once, sum(map(_patterns, parts)))
+
+
+def _combined(root: dict[str, Any], part: dict[str, Any], known: Mapping[int, int]) -> int:
+    """Return the patterns of a part with those beside it, or of one below it if these are more.
+
+    llguidance combines each option of anyOf and oneOf with all that stands beside them.
+    """
+    value = _patterns(part) + sum(known[id(each)] for each in merged(root, part))
+    value += sum(max(known[id(each)] for each in some) for some in options(part))
+    return max([value, *(known[id(child)] for child in children(part))])
+
+
+def _choices(part: dict[str, Any]) -> int:
+    """Return how many schemas more than one of each kind are combined."""
+    return sum(max(0, len(as_list(part.get(name))) - 1) for name in ("allOf", "anyOf", "oneOf"))
 
 
 def _patterns(part: dict[str, Any]) -> int:
     return sum(name in part for name in _PATTERNS)
 
 
-def _coefficient(value: Any) -> int:
-    """Return a multiple without its power of ten: 25 for 0.25, and 1 for 100."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        return 1
-    return int("".join(map(str, Decimal(str(value)).normalize().as_tuple().digits)))
+def _decimal(value: Any) -> tuple[int, int]:
+    """Return a multiple as an integer and an exponent of ten: 25 and -2 for 0.25."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _LARGEST:
+        return 1, 0
+    number = Decimal(str(value)).normalize()
+    exponent = min(0, int(number.as_tuple().exponent))
+    return int(number.scaleb(-exponent)), exponent
+
+
+def _cost(digits: int, exponent: int) -> int:
+    """Return about how many states a multiple takes: one for a power of ten, else as many as it counts."""
+    is_power = digits == 10 ** (len(str(digits)) - 1)
+    return 1 if is_power and digits < _WRAPS and exponent > _LEAST_EXPONENT else digits

@@ -46,7 +46,9 @@ class GrammarLimits:
     most_regex_bytes: int = 8 * 1024
     most_choices: int = 1000
     most_depth: int = 64
-    most_gbnf_rules: int = 1000
+    most_grammar_units: int = 1500
+    most_reference_levels: int = 2000
+    most_pattern_properties: int = 64
     most_grammar_symbols: int = 100_000
     most_items_in_row: int = 2000
     most_lexer_states: int = 12_000

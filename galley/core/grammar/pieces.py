@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from galley.core.grammar.limits import GrammarLimits, InvalidGrammar
 from galley.core.grammar.schema import GUIDANCE
 from galley.core.grammar.spec import Kind
-from galley.core.grammar.subschemas import texts
+from galley.core.grammar.subschemas import depth, subschemas, texts
 
 # Spaces stand where `json.dumps` writes them and nowhere else. Otherwise a model may write spaces without
 # end, and fewer tokens are certain. Names have one form only: by `\u` escapes a model could write a property
@@ -23,6 +24,11 @@ _JSON_OPTIONS = {
 }
 
 
+_LAST = frozenset({"const", "enum", "allOf", "anyOf", "oneOf", "$ref"})
+_SAYS_NOTHING: Mapping[str, Sequence[Any]] = {
+    "uniqueItems": (False,),
+    "propertyNames": ({}, True, {"type": "string"}),
+}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -57,7 +63,7 @@ def read_first_json(kind: Kind, text: str, start: int, limits: GrammarLimits) ->
         raise InvalidGrammar(kind, deep) from None
     except ValueError as error:
         raise InvalidGrammar(kind, f"must be JSON, got: {error}") from None
-    if _depth(value) > limits.most_depth:
+    if depth(value) > limits.most_depth:
         raise InvalidGrammar(kind, deep)
     if any(_SURROGATE.search(one) for one in texts(value)):
         raise InvalidGrammar(kind, "must be JSON in Unicode, got a lone surrogate")
@@ -65,19 +71,27 @@ def read_first_json(kind: Kind, text: str, start: int, limits: GrammarLimits) ->
 
 
 def with_options(schema: dict[str, Any]) -> str:
-    """Return a schema as it stands within a grammar."""
-    return json.dumps({**schema, GUIDANCE: _JSON_OPTIONS})
+    """Return a schema as it stands within a grammar.
+
+    llguidance applies keywords in their order: those that combine schemas come last, so that what stands
+    beside them is known. Keywords that say nothing are left out, where it would refuse them.
+    """
+    parts = {id(part) for part in subschemas(schema)}
+
+    def ordered(value: Any) -> Any:
+        if isinstance(value, list):
+            return [ordered(one) for one in value]
+        if not isinstance(value, dict):
+            return value
+        names = list(value)
+        if id(value) in parts:
+            kept = [name for name in names if value[name] not in _SAYS_NOTHING.get(name, ())]
+            names = sorted(kept, key=_LAST.__contains__)
+        return {name: ordered(value[name]) for name in names}
+
+    return json.dumps({**ordered(schema), GUIDANCE: _JSON_OPTIONS})
 
 
 def regex_of(text: str) -> str:
     """Return a regular expression that matches `text` alone."""
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
-
-
-def _depth(value: Any) -> int:
-    """Return how deeply lists and objects are nested."""
-    depth, level = 0, [value]
-    while level := [item for item in level if isinstance(item, dict | list)]:
-        depth += 1
-        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
-    return depth

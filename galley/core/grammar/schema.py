@@ -8,30 +8,42 @@ no answer would ever be finished. Large integers: they would be rounded to a dou
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from galley.core.grammar.costs import check_costs
-from galley.core.grammar.limits import InvalidGrammar
+from galley.core.grammar.limits import DEFAULT_LIMITS, GrammarLimits, InvalidGrammar
 from galley.core.grammar.spec import Kind
-from galley.core.grammar.subschemas import as_dict, as_list, integers, merged, subschemas, texts
+from galley.core.grammar.subschemas import (
+    as_dict,
+    as_list,
+    depth,
+    integers,
+    merged,
+    subschemas,
+    target,
+    texts,
+)
 
 GUIDANCE = "x-guidance"
 # JSON has an escape for each of \b, \t, \n, \f and \r.
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 # The same, written as an escape in a pattern. Classes that are negated or have ranges only become smaller.
 _ESCAPED = re.compile(
-    r"\\x(?:0[0-7bef]|1[0-9a-f]|7f)|\\u00(?:0[0-7bef]|1[0-9a-f]|7f)|\\c[a-z]|\\0|\\v", re.IGNORECASE
+    r"\\x(?:0[0-7bef]|1[0-9a-f]|7f)|\\u00(?:0[0-7bef]|1[0-9a-f]|7f)|\\c[a-z]|\\0|\\v|\\[xu]\{|(?-i:\\U|\\a)",
+    re.IGNORECASE,
 )
 _WIDE_CLASS = re.compile(r"\[(?:\^|(?=(?:[^][\\-]|\\.)*+-))(?:[^][\\]|\\.)*+\]")
 _MOST_NAME_CHARS = 64
-# A double holds no integer beyond 1.8e308.
-_LARGEST = 10**308
-_NUMBERS = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_LARGEST = 1 << 53
+"""llguidance computes numbers in double precision."""
+_NO_BOUND = (1 << 63) - 1
+_CONSTANTS = ("const", "enum", "multipleOf")
+_BOUNDS = {"minimum": -1, "maximum": 1, "exclusiveMinimum": 0, "exclusiveMaximum": 0}
 
 
-def check_schema(kind: Kind, schema: Any) -> dict[str, Any]:
+def check_schema(kind: Kind, schema: Any, limits: GrammarLimits = DEFAULT_LIMITS) -> dict[str, Any]:
     """Return `schema`. Raise InvalidGrammar unless it is an object that llguidance reads as it is meant."""
     if not isinstance(schema, dict):
         raise InvalidGrammar(kind, "must be a JSON object")
@@ -43,8 +55,37 @@ def check_schema(kind: Kind, schema: Any) -> dict[str, Any]:
         TopologicalSorter(needs).prepare()
     except CycleError:
         raise InvalidGrammar(kind, "must allow a finite answer, got a part that contains itself") from None
+    _check_levels(kind, schema, parts, limits)
+    _check_sizes(kind, parts, limits)
     check_costs(kind, schema, parts)
     return schema
+
+
+def _check_levels(
+    kind: Kind, schema: dict[str, Any], parts: Sequence[dict[str, Any]], limits: GrammarLimits
+) -> None:
+    """Raise InvalidGrammar where references lead through many levels: llguidance recurses through them."""
+    found = [target(schema, part.get("$ref")) for part in parts]
+    found += [part for part in parts if any(name in part for name in ("$id", "id", "$anchor"))]
+    places = {id(each): each for each in found if isinstance(each, dict)}
+    levels = sum(map(depth, places.values()))
+    if levels > limits.most_reference_levels:
+        most = limits.most_reference_levels
+        raise InvalidGrammar(
+            kind, f"parts that references lead to must have at most {most} levels together, got {levels}"
+        )
+
+
+def _check_sizes(kind: Kind, parts: Sequence[dict[str, Any]], limits: GrammarLimits) -> None:
+    named = [name for part in parts for name in as_dict(part.get("patternProperties"))]
+    if len(named) > limits.most_pattern_properties:
+        most = limits.most_pattern_properties
+        raise InvalidGrammar(kind, f"must have at most {most} patternProperties, got {len(named)}")
+    patterns = [part["pattern"] for part in parts if isinstance(part.get("pattern"), str)]
+    size = sum(len(pattern.encode(errors="replace")) for pattern in (*named, *patterns))
+    if size > limits.most_regex_bytes:
+        most = limits.most_regex_bytes
+        raise InvalidGrammar(kind, f"patterns must have at most {most} bytes together, got {size}")
 
 
 def _needs(root: dict[str, Any], part: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -69,19 +110,28 @@ def _check_part(kind: Kind, part: dict[str, Any]) -> None:
         if _CONTROL.search(text):
             raise InvalidGrammar(kind, f"must not have a control character, got {_short(text)}")
     for pattern in texts([part.get("pattern"), list(as_dict(part.get("patternProperties")))]):
-        narrow = _WIDE_CLASS.sub("", pattern)
+        narrow = _WIDE_CLASS.sub("", pattern.replace(r"\\", ""))
         if _CONTROL.search(narrow) or _ESCAPED.search(narrow):
             raise InvalidGrammar(
                 kind, f"must not have a control character in a pattern, got {_short(pattern)}"
             )
-    for number in integers([part.get(name) for name in _NUMBERS]):
-        if abs(number) > _LARGEST or int(float(number)) != number:
-            raise InvalidGrammar(kind, f"must have numbers that a double holds, got {_short(str(number))}")
+    _check_numbers(kind, part)
     least, certain = part.get("minProperties"), len(set(texts(part.get("required"))))
     if isinstance(least, int) and least > certain + 1:
         raise InvalidGrammar(
             kind, f"minProperties must be at most one more than the {certain} required, got {least}"
         )
+
+
+def _check_numbers(kind: Kind, part: dict[str, Any]) -> None:
+    for number in integers([part.get(name) for name in _CONSTANTS]):
+        if abs(number) > _LARGEST:
+            raise InvalidGrammar(kind, f"must have integers of at most 2**53, got {_short(str(number))}")
+    for name, sign in _BOUNDS.items():
+        bound = part.get(name)
+        # Whatever fits in 64 bits is within a bound beyond them.
+        if isinstance(bound, int | float) and abs(bound) > _LARGEST and sign * bound < _NO_BOUND:
+            raise InvalidGrammar(kind, f"{name} must be at most 2**53, got {_short(str(bound))}")
 
 
 def _short(text: str) -> str:

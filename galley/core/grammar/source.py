@@ -58,6 +58,7 @@ def lark(kind: Kind, text: str, limits: GrammarLimits) -> str:
     if _GBNF in _LITERALS.sub('""', text):
         text = _lark_of_gbnf(kind, text, limits)
     bare = _LITERALS.sub('""', text)
+    _check_expressions(kind, text, limits)
     if (found := _REFUSED_ATTRIBUTE.search(bare)) is not None:
         raise InvalidGrammar(kind, f"must not have {found[1]}=")
     if _OPTIONS in bare:
@@ -71,22 +72,40 @@ def lark(kind: Kind, text: str, limits: GrammarLimits) -> str:
 
 def _with_checked_schemas(kind: Kind, text: str, limits: GrammarLimits) -> str:
     """Return a Lark grammar whose schemas (`%json {...}`) are checked and have our options."""
-    written, schemas, end = list[str](), list[dict[str, Any]](), 0
+    written, pieces, schemas, end = list[str](), list[str](), list[dict[str, Any]](), 0
     while (found := _LITERAL_OR_JSON.search(text, end)) is not None:
-        written.append(text[end : found.end()])
+        pieces.append(text[end : found.end()])
+        written.append(pieces[-1])
         end = found.end()
         if found[0].startswith(_JSON):
             schema, end = read_first_json(kind, text, end, limits)
             schemas.append(check_schema(kind, schema))
             written.append(with_options(schema))
     check_multiples(kind, schemas)
+    pieces.append(text[end:])
+    bare = _LITERALS.sub('""', "".join(pieces))
+    _check_units(kind, sum(map(bare.count, ":([{")), limits)
     return "".join((*written, text[end:]))
 
 
+def _check_units(kind: Kind, units: int, limits: GrammarLimits) -> None:
+    """Raise InvalidGrammar for many rules and groups: llguidance recurses through them."""
+    most = limits.most_grammar_units
+    if units > most:
+        raise InvalidGrammar(kind, f"must have at most {most} rules and groups together, got {units}")
+
+
+def _check_expressions(kind: Kind, text: str, limits: GrammarLimits) -> None:
+    """Raise InvalidGrammar if the regular expressions are too long together."""
+    literals = (found[0] for found in _LITERALS.finditer(text))
+    size = sum(len(one.encode()) for one in literals if one[0] == "/" and not one.startswith("//"))
+    most = limits.most_regex_bytes
+    if size > most:
+        raise InvalidGrammar(kind, f"regular expressions must have at most {most} bytes together, got {size}")
+
+
 def _lark_of_gbnf(kind: Kind, text: str, limits: GrammarLimits) -> str:
-    rules = text.count(_GBNF)
-    if rules > limits.most_gbnf_rules:  # the conversion takes quadratic time
-        raise InvalidGrammar(kind, f"must have at most {limits.most_gbnf_rules} rules in GBNF, got {rules}")
+    _check_units(kind, text.count(_GBNF) + text.count("("), limits)  # the conversion takes quadratic time
     try:
         return str(gbnf_to_lark(text)).removeprefix(f"{_OPTIONS} {{}}\n")
     except Exception as error:  # it raises nothing narrower

@@ -27,11 +27,11 @@ def subschemas(root: dict[str, Any]) -> list[dict[str, Any]]:
 
 def refers_by_path(root: dict[str, Any], parts: Iterable[dict[str, Any]]) -> bool:
     """Return True if all references of the parts are paths from the root, and lead to something."""
-    return not any(
-        (isinstance(part.get("$ref"), str) and not isinstance(target(root, part["$ref"]), dict | bool))
-        or (part is not root and any(isinstance(part.get(name), str) for name in _BASES))
-        for part in parts
-    )
+    references = [part["$ref"] for part in parts if isinstance(part.get("$ref"), str)]
+    if not all(isinstance(target(root, each), dict | bool) for each in references):
+        return False
+    moves = (part is not root and any(isinstance(part.get(name), str) for name in _BASES) for part in parts)
+    return not references or not any(moves)
 
 
 def _reached(
@@ -79,8 +79,20 @@ def merged(root: dict[str, Any], part: dict[str, Any]) -> list[dict[str, Any]]:
     return [each for each in found if isinstance(each, dict)]
 
 
+def depth(value: Any) -> int:
+    """Return how deeply lists and objects are nested."""
+    levels, level = 0, [value]
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        levels += 1
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+    return levels
+
+
 def target(root: dict[str, Any], reference: Any) -> Any:
     """Return what a reference by a path within `root` points to; None if it points to nothing."""
+    name = root.get("$id")
+    if isinstance(name, str) and isinstance(reference, str) and name and reference.startswith(name):
+        reference = reference[len(name) :] or "#"
     if not isinstance(reference, str) or (reference != "#" and not reference.startswith("#/")):
         return None
     node: Any = root

@@ -210,10 +210,14 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("json_schema", '{"type": "number", "multipleOf": 1e400}', "1e400 is too large"),
     ("grammar", 'start: %json {"multipleOf": Infinity}', "Infinity is no number of JSON"),
     ("json_schema", '{"const": "\\ud800"}', "must be JSON in Unicode, got a lone surrogate"),
-    ("json_schema", '{"const": 9007199254740993}', "numbers that a double holds, got '9007199254740993'"),
-    ("json_schema", '{"enum": [1, {"a": [123456789012345678]}]}', "numbers that a double holds"),
-    ("json_schema", '{"type": "integer", "minimum": -9007199254740993}', "numbers that a double holds"),
-    ("json_schema", f'{{"const": {"9" * 400}}}', "numbers that a double holds"),
+    (
+        "json_schema",
+        '{"const": 9007199254740993}',
+        "must have integers of at most 2**53, got",
+    ),
+    ("json_schema", '{"enum": [1, {"a": [123456789012345678]}]}', "must have integers of at most 2**53"),
+    ("json_schema", '{"type": "integer", "minimum": -9007199254740993}', "minimum must be at most 2**53"),
+    ("json_schema", f'{{"const": {"9" * 400}}}', "must have integers of at most 2**53"),
     ("json_schema", '{"$ref": "#/x/a", "x": {"a": {"multipleOf": 200003}}}', MULTIPLES),
     ("json_schema", '{"$ref": "#/c/A", "c": {"A": {"const": "a\\u0001b"}}}', "control character"),
     ("json_schema", '{"$ref": "#/c/0", "c": [{"minProperties": 3}]}', "minProperties must be at most one"),
@@ -305,7 +309,7 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ),
     ("json_schema", "{} {}", "must be JSON, got more at character 2"),
     ("grammar", "root ::= x\n", "must be Lark or GBNF, got: Rule 'x' not found"),
-    ("grammar", 'root ::= "a"\n' * 1001, "must have at most 1000 rules in GBNF, got 1001"),
+    ("grammar", 'root ::= "a"\n' * 1501, "must have at most 1500 rules and groups together, got 1501"),
     ("structural_tag", "{}", "must be a JSON object with structures or format"),
     ("structural_tag", '{"format": {"type": "any"}}', "format.type must be one of const_string, any_text"),
     ("structural_tag", '{"format": {"type": []}}', "format.type must be one of const_string, any_text"),
@@ -401,7 +405,7 @@ def test_a_schema_that_looks_alike_is_taken(schema: object, output: str) -> None
 def test_the_classes_of_a_pattern_are_read_in_linear_time() -> None:
     with pytest.raises(InvalidGrammar, match="unclosed"):
         compile_grammar(
-            VOCABULARY, GrammarSpec("json_schema", json.dumps({"type": "string", "pattern": "[" * 60_000}))
+            VOCABULARY, GrammarSpec("json_schema", json.dumps({"type": "string", "pattern": "[" * 8_000}))
         )
 
 
