@@ -107,7 +107,8 @@ def parse_object(content: bytes) -> dict[str, Any]:
 
 
 def _signing_key(entry: dict[str, Any]) -> SigningKey | None:
-    if entry.get("use", "sig") != "sig" or "verify" not in entry.get("key_ops", ("verify",)):
+    operations, only = entry.get("key_ops", ["verify"]), entry.get("alg")
+    if entry.get("use", "sig") != "sig" or not isinstance(operations, list) or "verify" not in operations:
         return None
     if entry.get("kty") == "oct" or "d" in entry:
         return None
@@ -116,8 +117,8 @@ def _signing_key(entry: dict[str, Any]) -> SigningKey | None:
     except (PyJWTError, ValueError, TypeError, KeyError):
         return None
     algorithms = _algorithms(public)
-    if (only := entry.get("alg")) is not None:
-        algorithms &= {only}
+    if only is not None:
+        algorithms = frozenset(name for name in algorithms if name == only)
     key_id = entry.get("kid")
     if not algorithms or not (key_id is None or isinstance(key_id, str)):
         return None

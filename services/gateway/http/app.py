@@ -83,7 +83,8 @@ class _Route(APIRoute):
 
         async def handle_json(request: Request) -> Response:
             read = _JsonRequest(request.scope, request.receive)
-            await read.read()
+            if request.method == "POST":
+                await read.read()
             return await handle(read)
 
         return handle_json

@@ -53,11 +53,15 @@ def chat_request(body: ChatRequest, key: str, tokenizer: Tokenizer) -> tuple[pb.
     return request, language
 
 
+ROLES = {"developer": "system"}
+"""OpenAI's newer names of roles, and those that chat templates know."""
+
+
 def chat_message(turn: ChatTurn, index: int) -> pb.ChatMessage:
     """Return a turn of a chat. Raise InvalidField if it has no text and no calls."""
     content = "" if turn.content is None and turn.tool_calls else content_of(turn, index)
     return pb.ChatMessage(
-        role=turn.role,
+        role=ROLES.get(turn.role, turn.role),
         content=content,
         name=turn.name or "",
         reasoning_content=turn.reasoning_content or "",

@@ -9,14 +9,13 @@ from typing import Any
 from galley.common.models.tokenizer import Tokenizer
 from galley.core.errors import InvalidField
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.gateway.http.api.requests import common_request
+from services.gateway.http.api.requests import ROLES, common_request
 from services.gateway.http.parameters.structured import renamed, set_text_format
 from services.gateway.http.parameters.tools import NamedFunction
 from services.gateway.http.responses.record import Call, Record, Turn
 from services.gateway.http.responses.schemas import InputItem, InputPart, ResponseRequest
 from services.gateway.http.tools.requests import tool_use
 
-_ROLES = {"developer": "system"}
 _TEXTS = ("input_text", "output_text", "text")
 _NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
 
@@ -76,7 +75,7 @@ def _add(turns: list[Turn], item: InputItem, name: str) -> None:
         case None | "message":
             if item.role is None or item.content is None:
                 raise InvalidField(name, "must have a role and a content")
-            turns.append(Turn(_ROLES.get(item.role, item.role), _text(item.content, f"{name}.content")))
+            turns.append(Turn(ROLES.get(item.role, item.role), _text(item.content, f"{name}.content")))
         case "function_call":
             if not item.call_id or not item.name or item.arguments is None:
                 raise InvalidField(name, "must have call_id, name and arguments")

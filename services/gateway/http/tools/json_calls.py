@@ -10,6 +10,7 @@ import enum
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeGuard
 
 from services.gateway.http.tools.deltas import CallArguments, CallBegins, Delta
@@ -23,8 +24,9 @@ _HEAD = re.compile(
     rf'"name"\s*:\s*({_TEXT})\s*,\s*"(?:arguments|parameters)"\s*:\s*\{{',
     re.DOTALL,
 )
-_ESCAPED = re.compile("[\ud800-\udfef]")
-"""Halves of surrogate pairs, which only escapes of JSON can write. Later ones are signs of marks."""
+_HALVES = re.compile("[\ud800-\udfff]")
+_SIGN = re.compile("[\udff0-\udfff]")
+"""Halves of surrogate pairs, which only escapes of JSON can write, and those that are signs of marks."""
 
 
 class State(enum.Enum):
@@ -146,7 +148,8 @@ def _call_of(text: str) -> tuple[str, str | None] | None:
     arguments = value.get("arguments", value.get("parameters"))
     if arguments is not None and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    return name, None if arguments is None else _ESCAPED.sub(_escape, arguments)
+    signs = frozenset(_SIGN.findall(text))
+    return name, None if arguments is None else _HALVES.sub(partial(_escape, signs), arguments)
 
 
 def _is_name(value: object) -> TypeGuard[str]:
@@ -154,8 +157,8 @@ def _is_name(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and bool(value) and value.isprintable()
 
 
-def _escape(half: re.Match[str]) -> str:
-    return f"\\u{ord(half[0]):04x}"
+def _escape(signs: frozenset[str], half: re.Match[str]) -> str:
+    return half[0] if half[0] in signs else f"\\u{ord(half[0]):04x}"
 
 
 def _json_of(text: str) -> object:

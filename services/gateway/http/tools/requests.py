@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from galley.common.models.tokenizer import Tokenizer
 from galley.core.errors import InvalidField
+from galley.core.grammar.limits import DEFAULT_LIMITS, InvalidGrammar
+from galley.core.grammar.pieces import read_json
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.http.parameters.tools import Function, NamedFunction
 from services.gateway.http.tools.formats import Form, ToolFormat, one_of, structural_tag, tool_format
@@ -111,9 +112,10 @@ def _form_of(output: pb.StructuredOutput, name: str) -> Form:
     match output.WhichOneof("kind"):
         case "json_schema":
             try:
-                return {"type": "json_schema", "json_schema": json.loads(output.json_schema)}
-            except (ValueError, RecursionError):
-                raise InvalidField(name, "must be JSON") from None
+                schema = read_json("json_schema", output.json_schema, DEFAULT_LIMITS)
+            except InvalidGrammar as error:
+                raise InvalidField(name, error.problem) from None
+            return {"type": "json_schema", "json_schema": schema}
         case "json_object":
             return {"type": "json_schema", "json_schema": _ANY_OBJECT}
         case "regex":

@@ -8,6 +8,7 @@ may be long, are parsed in pieces.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from array import array
 from typing import Any
@@ -36,7 +37,7 @@ async def read_json(body: bytes) -> Any:
     A long list of token ids is an array: it needs no further check, and garbage collections skip it.
     """
     if len(body) <= _SMALL_BYTES:
-        return _parse(body) if body else None
+        return _finite(_parse(body)) if body else None
     for name in _ID_LISTS:
         if (value := await _with_id_list(body, name)) is not None:
             break
@@ -44,11 +45,28 @@ async def read_json(body: bytes) -> Any:
         await _check_counts(body)
         value = _parse(body)
     await asyncio.sleep(0)  # its check is a step of its own
+    _finite(value)
+    await asyncio.sleep(0)
     return value
 
 
 def _parse(body: bytes) -> Any:
     return from_json(body, allow_inf_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """Return the value. Raise ValueError for a number beyond a double, which from_json reads as infinite."""
+    rest = [value]
+    while rest:
+        item = rest.pop()
+        if isinstance(item, float):
+            if math.isinf(item):
+                raise ValueError("a number is too large")
+        elif isinstance(item, dict):
+            rest += item.values()
+        elif isinstance(item, list):
+            rest += item
+    return value
 
 
 async def _with_id_list(body: bytes, name: str) -> Any:

@@ -37,6 +37,8 @@ CALL = "galley.call"
 """The key of a request's scope under which its `HttpCall` is."""
 SESSION_ID = "galley.session_id"
 """The key under which a handler leaves the id of the session that it began."""
+_OPEN_BODY_BYTES = 1024
+"""Most bytes of a body where no key is needed: these calls have none."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -105,9 +107,11 @@ class Front:
         ):
             await _answer_preflight(call.invocation_metadata(), reply)
             return
+        most = _OPEN_BODY_BYTES
         if scope["path"] not in self._access.open_paths:
             await identify(self._authentication, call)
-        body = await self._body(receive, call.invocation_metadata())
+            most = self._limits.max_message_bytes
+        body = await self._body(receive, call.invocation_metadata(), most)
         async with _cancelled_by_disconnect(receive, reply):
             await self._app(scope, _receive_once(body), reply)
 
@@ -120,9 +124,8 @@ class Front:
                 "origin: pages of other origins must be named by --http-cors-origins",
             )
 
-    async def _body(self, receive: Receive, headers: Headers) -> bytes:
-        """Return the body. Raise Refused if it is too large or late."""
-        most = self._limits.max_message_bytes
+    async def _body(self, receive: Receive, headers: Headers, most: int) -> bytes:
+        """Return the body. Raise Refused if it has more than `most` bytes, or is late."""
         late = Refused(
             408, "timeout", f"the request did not arrive within {self._limits.request_timeout_s:g} s"
         )

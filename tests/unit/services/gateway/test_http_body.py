@@ -38,6 +38,13 @@ _bodies = st.dictionaries(
 )
 
 
+@pytest.mark.parametrize("number", ["1e400", "-1E+309", "1" + "0" * 400 + ".0"])
+async def test_a_number_beyond_a_double_is_refused(number: str) -> None:
+    with pytest.raises(ValueError, match="a number is too large"):
+        await read_json(b'{"a": [{"b": %b}]}' % number.encode())
+    assert await read_json(b'{"a": "1e400", "b": 1e300}') == {"a": "1e400", "b": 1e300}
+
+
 async def read(body: bytes) -> Any:
     """Return the value of a body with lists in place of arrays."""
     value = await read_json(body)

@@ -51,6 +51,27 @@ async def test_a_body_that_never_comes_is_refused_in_time(
         assert b" 408 " in await attacker.head()
 
 
+async def test_a_body_in_tiny_chunks_is_refused(world: World) -> None:
+    gateway = await world.gateway(http_port=0)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n"
+    async with peer(gateway.http) as attacker:
+        await attacker.send(head + b"\r\n" + b"1\r\nx\r\n" * 300)
+        assert b" 400 " in await attacker.head()
+    body = b'{"prompt": "x", "seed": 1, "max_tokens": 4' + b" " * 40_000 + b"}"
+    chunks = [body[at : at + 400] for at in range(0, len(body), 400)]
+    async with peer(gateway.http) as client:
+        whole = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks)
+        await client.send(head + b"content-type: application/json\r\n\r\n" + whole + b"0\r\n\r\n")
+        assert b" 200 " in await client.head()
+
+
+async def test_calls_that_need_no_key_have_no_body(world: World) -> None:
+    gateway = await world.gateway(http_port=0)
+    async with peer(gateway.http) as attacker:
+        await attacker.send(b"GET /health HTTP/1.1\r\nhost: x\r\ncontent-length: 4000\r\n\r\n")
+        assert b" 413 " in await attacker.head()
+
+
 async def test_a_connection_serves_many_requests_and_ends_when_idle(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

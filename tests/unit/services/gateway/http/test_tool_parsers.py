@@ -155,6 +155,11 @@ ONE = [F, CallArguments(0, '{"a": 1}')]
             '<tool_call>{"arguments": {"a": "\\ud83d\\ude00 \\ud83d"}, "name": "f"}</tool_call>',
             [F, CallArguments(0, '{"a": "\U0001f600 \\ud83d"}')],  # no UTF-8 has half a pair
         ),
+        (
+            hermes_calls,
+            '<tool_call>{"arguments": {"a": "\\udfff"}, "name": "f"}</tool_call>',
+            [F, CallArguments(0, '{"a": "\\udfff"}')],
+        ),
         (hermes_calls, '<tool_call>{"name": "f", "arguments": null}</tool_call>', EMPTY),
         (hermes_calls, '<tool_call>[{"name": "f", "arguments": {}}]</tool_call>', EMPTY),
         (BareCalls, '{"type": "function", "name": "f", "parameters": {}}', EMPTY),

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import openai
+import pytest
 
 from tests.fakes.http_client import Events, HttpClient, http_client
 from tests.fakes.structured import Answers
@@ -144,6 +145,17 @@ async def test_a_conversation_with_results(client: HttpClient, answers: Answers,
     items = (await client.raw.get(f"{PATH}/{kept.json()['id']}/input_items?order=asc")).json()["data"]
     assert [item["type"] for item in items] == ["message", "function_call", "function_call_output"]
     assert items[1]["arguments"] == call["arguments"]
+
+
+async def test_a_conversation_goes_on_after_a_call_that_was_cut_off(client: HttpClient) -> None:
+    forced = {"tool_choice": {"type": "function", "name": "get_weather"}, "max_output_tokens": 40}
+    first = (await client.post(PATH, BODY | forced)).json()
+    assert first["status"] == "incomplete"
+    [call] = first["output"]
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(call["arguments"])
+    later = await client.post(PATH, BODY | {"previous_response_id": first["id"], "input": "Go on."})
+    assert later.status_code == 200, later.text
 
 
 async def test_a_required_call(client: HttpClient) -> None:

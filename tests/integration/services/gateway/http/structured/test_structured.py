@@ -194,6 +194,13 @@ async def test_a_refused_form_of_calls_or_answer_names_both(client: HttpClient) 
     assert error["param"] == "tools or response_format.json_schema.schema"
 
 
+@pytest.mark.parametrize("schema", ['{"const": "\\ud800"}', '{"a": ' + "[" * 980 + "]" * 980 + "}"])
+async def test_a_schema_beside_calls_is_bounded(client: HttpClient, schema: str) -> None:
+    body = {**ASK, "tools": [WEATHER], "structured_outputs": {"json": schema}}
+    response = await client.post(CHATS, body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "structured_outputs.json")
+
+
 async def test_a_language_that_cannot_stand_beside_calls_is_refused(client: HttpClient) -> None:
     body = {**ASK, "tools": [WEATHER], "structured_outputs": {"choice": ["a"]}}
     error = (await client.post(CHATS, body)).json()["error"]
