@@ -243,7 +243,10 @@ async def _show(
         telemetry = start_telemetry("galley-cli", as_global=False)
     try:
         async with client_of(connection, telemetry.client_interceptors() if telemetry else ()) as client:
-            outcome.stream = start(client)
+            try:
+                outcome.stream = start(client)
+            except (TypeError, ValueError) as error:
+                raise typer.BadParameter(str(error)) from None
             async for event in outcome.stream:
                 view.show(event)
     finally:

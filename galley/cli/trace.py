@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path  # Typer reads the annotation
 from typing import Annotated
@@ -61,6 +62,8 @@ def trace(  # noqa: PLR0913  # one parameter a flag
     if [bool(request_id), last, slowest, latest].count(True) != 1:
         problem = "must be a session or trace id, or one of --last, --slowest and --list"
         raise typer.BadParameter(problem, param_hint="SESSION_ID")
+    if latest and html is not None:
+        raise typer.BadParameter("must not come with --list", param_hint="--html")
     console = Console(highlight=False)
     if source and file is not None:
         raise typer.BadParameter("must not come with --file", param_hint="--from")
@@ -130,6 +133,8 @@ def _show(found: Selection, console: Console, html: Path | None, *, everything: 
 def _write_private(path: Path, text: str) -> None:
     # Only the owner may read it, like the traces: it may hold prompts.
     with open(path, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            os.fchmod(file.fileno(), 0o600)  # it may have been there, open to others
         file.write(text)
 
 

@@ -11,12 +11,14 @@ import functools
 import json
 import re
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 # The methods of a model class, and of a TypeAdapter: its JSON schema, and a value from JSON text.
 _METHODS = (("model_json_schema", "model_validate_json"), ("json_schema", "validate_json"))
 # A model that reasons first writes its JSON after one of these.
 _END_OF_REASONING = re.compile(r"</think>|\[/THINK\]")
+_MOST_MARKS = 8
 
 
 def schema_json(name: str, schema: object) -> str:
@@ -47,14 +49,21 @@ def parser_of(schema: object) -> Callable[[str], Any] | None:
 def _parse(parse: Callable[[str], Any], text: str) -> Any:
     """Return the value of the JSON in a text, which may have reasoning before it. Raises ValueError."""
     starts = [0]
-    for mark in _END_OF_REASONING.finditer(text):
+    for mark in islice(_END_OF_REASONING.finditer(text), _MOST_MARKS):
         # A string of the JSON may spell the mark; what follows it there is no answer.
         if not any(_ends_in_string(text[start : mark.start()]) for start in starts):
             starts.append(mark.end())
     for start in starts[:-1]:
         with contextlib.suppress(ValueError):
-            return parse(text[start:])
-    return parse(text[starts[-1] :])
+            return _parsed(parse, text[start:])
+    return _parsed(parse, text[starts[-1] :])
+
+
+def _parsed(parse: Callable[[str], Any], text: str) -> Any:
+    try:
+        return parse(text)
+    except RecursionError:
+        raise ValueError("the answer is nested too deeply") from None
 
 
 def _ends_in_string(text: str) -> bool:
@@ -63,6 +72,8 @@ def _ends_in_string(text: str) -> bool:
         json.loads(text)
     except json.JSONDecodeError as error:
         return error.msg.startswith("Unterminated string")
+    except RecursionError:
+        pass
     return False
 
 

@@ -91,9 +91,13 @@ class DraftReplacement:
         if self._one_at_a_time.locked():
             raise Overloaded("another draft is being loaded", _RETRY_AFTER_S)
         async with self._one_at_a_time:
-            async with scratch_directory() as directory:
-                version = await receive_draft(first, requests, accept, directory, self._info.max_load_bytes)
-                strategies = await self._loaded(directory)
+            try:
+                async with scratch_directory() as directory:
+                    most = self._info.max_load_bytes
+                    version = await receive_draft(first, requests, accept, directory, most)
+                    strategies = await self._loaded(directory)
+            except OSError as error:
+                raise Unavailable(f"the files of the draft cannot be kept: {error.strerror}") from error
             self._loop.exchange(strategies)
             previous, self._info.version = self._info.version, version
         _LOG.info("draft weights replaced", version=version, previous=previous)

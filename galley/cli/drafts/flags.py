@@ -145,5 +145,5 @@ def run(store: Store, work: Callable[[Deployment], Awaitable[_T]]) -> _T:
         return asyncio.run(connected())
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    except (GalleyError, ValueError) as error:
+    except (GalleyError, ValueError, OSError) as error:
         raise fail(error) from None

@@ -39,6 +39,7 @@ from galley.engine.load.feature_head import FeatureHead, head_shapes
 from galley.engine.load.support import refuse_weights
 
 FORMAT, FEATURES_FORMAT = 1, 2
+MAX_LAYERS = 64
 WEIGHTS = "model.safetensors"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -71,19 +72,22 @@ def draft_format(config: Any) -> DraftFormat | None:
     section = getattr(config, KEY, None)
     if section is None:
         return None
-    if not isinstance(section, dict) or section.get("format") not in {FORMAT, FEATURES_FORMAT}:
+    if not isinstance(section, dict) or section.get("format") not in (FORMAT, FEATURES_FORMAT):
         got = section.get("format") if isinstance(section, dict) else section
         raise UnsupportedModel(f"{KEY}: format must be {FORMAT} or {FEATURES_FORMAT}, got {got!r}")
     if config.model_type != "llama" or config.tie_word_embeddings:
         raise UnsupportedModel(f"{KEY}: must be a llama with tie_word_embeddings false")
+    layers = config.num_hidden_layers
+    if not isinstance(layers, int) or not 1 <= layers <= MAX_LAYERS:
+        raise UnsupportedModel(f"num_hidden_layers: must be in [1, {MAX_LAYERS}], got {layers!r}")
     head_vocab, embeddings = section.get("head_vocab"), section.get("embeddings")
     if not isinstance(head_vocab, int) or not 1 <= head_vocab <= config.vocab_size:
         raise UnsupportedModel(f"{KEY}: head_vocab must be in [1, {config.vocab_size}], got {head_vocab!r}")
-    if embeddings not in {TARGET, OWN}:
+    if embeddings not in (TARGET, OWN):
         raise UnsupportedModel(f"{KEY}: embeddings must be {TARGET!r} or {OWN!r}, got {embeddings!r}")
     sha256_hex = _hash(section, "embeddings_sha256") if embeddings == TARGET else None
-    layers = _feature_layers(section) if section["format"] == FEATURES_FORMAT else ()
-    return DraftFormat(_hash(section, "tokenizer_hash"), head_vocab, sha256_hex, layers)
+    read = _feature_layers(section) if section["format"] == FEATURES_FORMAT else ()
+    return DraftFormat(_hash(section, "tokenizer_hash"), head_vocab, sha256_hex, read)
 
 
 def takes_embeddings(directory: Path) -> bool:

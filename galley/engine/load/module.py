@@ -47,7 +47,7 @@ def load_config(directory: Path) -> Any:
     refuse_files(directory)
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)  # nosec B615  # a directory
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, TypeError, ArithmeticError, OSError) as error:
         raise UnsupportedModel(f"{directory}: must be a model that transformers knows: {error}") from error
     refuse_config(config, causal_class(config))
     return config

@@ -408,6 +408,14 @@ def test_a_name_in_use_and_a_bad_name_are_refused() -> None:
             ["generate", "x", "--no-speculation", "--width=2"],
             "--no-speculation: cannot be combined with --k, --width",
         ),
+        (
+            ["generate", "x", "--max-tokens=5000000000", "--endpoint=127.0.0.1:1"],
+            "Invalid value: max_tokens: must be in [0, 4294967295]",
+        ),
+        (
+            ["resume", "5e", "--next-index=5000000000", "--endpoint=127.0.0.1:1"],
+            "Invalid value: next_index: must be in [0, 4294967295]",
+        ),
         (["generate", "x", "--foo"], "No such option: --foo"),
         (["generate", "--endpoint=x"], "PROMPT: must be a text, or - for standard input, or be left out"),
         (["generate", "x", "--file=/dev/null", "--endpoint=x"], "PROMPT: must be a text, or - for"),

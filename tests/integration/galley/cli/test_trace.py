@@ -99,12 +99,16 @@ def test_an_id_or_the_list_one_of_them() -> None:
     assert galley_trace().exit_code == 2
     assert galley_trace("5e", "--list").exit_code == 2
     assert galley_trace("--last", "--slowest").exit_code == 2
+    assert galley_trace("--list", "--html", "page.html").exit_code == 2
 
 
 def test_a_page_is_written(tmp_path: Path) -> None:
     path = write(scenes.eventful(), tmp_path / "t.jsonl")
+    (tmp_path / "page.html").write_text("an earlier page, open to all")
+    (tmp_path / "page.html").chmod(0o644)
     result = galley_trace(SESSION, "--file", str(path), "--html", str(tmp_path / "page.html"))
     assert result.exit_code == 0, result.output
+    assert (tmp_path / "page.html").stat().st_mode & 0o777 == 0o600
     assert result.stdout == f"wrote {tmp_path / 'page.html'}\n"
     assert SESSION in (tmp_path / "page.html").read_text(encoding="utf-8")
     elsewhere = galley_trace(SESSION, "--file", str(path), "--html", str(tmp_path / "no" / "page.html"))

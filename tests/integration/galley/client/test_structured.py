@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError, field_validator
 
 from galley import AsyncClient, Client, SourceUsage, Usage
+from galley.client.structured import parser_of
 from galley.core.errors import Unavailable
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.fakes.gateway import FakeChunk, FakeGateway, serving
@@ -91,6 +93,16 @@ def test_the_json_after_the_reasoning_of_a_model_is_parsed(product: str) -> None
         with serving(answering(reasoning + order.model_dump_json())) as address, Client(address) as client:
             assert client.generate("x", schema=Order).parsed == order
             assert client.generate("x", schema=SCHEMA).parsed == order.model_dump()
+
+
+@pytest.mark.parametrize("text", ["</think>" * 4000, "[" * 20_000])
+def test_an_answer_that_is_no_json_is_refused_in_a_moment(text: str) -> None:
+    parse = parser_of(SCHEMA)
+    assert parse is not None
+    began_s = time.thread_time()
+    with pytest.raises(ValueError, match=r"."):
+        parse(text)
+    assert time.thread_time() - began_s < 1
 
 
 def test_an_answer_that_was_cut_says_so_and_keeps_its_text() -> None:

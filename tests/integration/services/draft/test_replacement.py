@@ -268,6 +268,22 @@ def damaged(
             "target_model: must be the target of this draft",
         ),
         "states": (save_feature_draft(plain, directory / "states", (1,)), "feature_layers: must be []"),
+        "no format": (
+            changed("format", lambda draft: draft.section.update(format=[1])),
+            "galley_draft: format must be",
+        ),
+        "no embeddings": (
+            changed("embeddings", lambda draft: draft.section.update(embeddings=["own"])),
+            "galley_draft: embeddings must be",
+        ),
+        "many layers": (
+            changed("layers", lambda draft: draft.config.update(num_hidden_layers=100_000_000)),
+            "num_hidden_layers: must be in [1, 64]",
+        ),
+        "no heads": (
+            changed("heads", lambda draft: draft.config.update(num_attention_heads=0)),
+            "must be a model that transformers knows",
+        ),
         "a missing weight": (
             changed("missing", lambda draft: draft.weights.pop("model.norm.weight")),
             "norm",
