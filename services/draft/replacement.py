@@ -97,7 +97,9 @@ class DraftReplacement:
                     version = await receive_draft(first, requests, accept, directory, most)
                     strategies = await self._loaded(directory)
             except OSError as error:
-                raise Unavailable(f"the files of the draft cannot be kept: {error.strerror}") from error
+                raise Unavailable(
+                    f"the files of the draft cannot be kept: {error.strerror or error}"
+                ) from error
             self._loop.exchange(strategies)
             previous, self._info.version = self._info.version, version
         _LOG.info("draft weights replaced", version=version, previous=previous)

@@ -5,7 +5,7 @@ Patterns of one value take time exponential in their number, and a multiple time
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from math import lcm
 from typing import Any
@@ -32,9 +32,10 @@ _WRAPS, _LEAST_EXPONENT = 1 << 32, -9
 def check_costs(kind: Kind, schema: dict[str, Any], parts: Sequence[dict[str, Any]]) -> None:
     """Raise InvalidGrammar for a schema, of these parts, that is known to take long."""
     if refers_by_path(schema, parts):
-        patterns = _most_intersected(schema, parts)
+        patterns = _most_of_a_value(schema, parts, _patterns)
     else:
-        patterns = sum(_patterns(part) + _choices(part) for part in parts)
+        combined = (max(0, len(as_list(part.get("allOf"))) - 1) for part in parts)
+        patterns = sum(map(_patterns, parts)) + sum(combined)
     if patterns > MOST_INTERSECTED:
         raise InvalidGrammar(kind, f"must combine at most {MOST_INTERSECTED} patterns or formats of a value")
     check_multiples(kind, [schema])
@@ -43,61 +44,70 @@ def check_costs(kind: Kind, schema: dict[str, Any], parts: Sequence[dict[str, An
 def check_multiples(kind: Kind, schemas: Sequence[dict[str, Any]]) -> None:
     """Raise InvalidGrammar for schemas of one grammar whose multiples together are known to take long."""
     if sum(map(_multiples, schemas)) > MOST_MULTIPLE:
-        raise InvalidGrammar(kind, f"multipleOf must come to at most {MOST_MULTIPLE} times a power of ten")
+        raise InvalidGrammar(
+            kind, f"multipleOf: numbers must come to at most {MOST_MULTIPLE} together, but powers of ten"
+        )
 
 
 def _multiples(schema: dict[str, Any]) -> int:
     """Return a bound of the numbers whose multiples an answer may have to be, summed."""
     parts = subschemas(schema)
     numbers = [_decimal(part["multipleOf"]) for part in parts if "multipleOf" in part]
-    are_apart = refers_by_path(schema, parts) and not any(
-        merged(schema, part) or options(part) for part in parts
-    )
     alone = sum(_cost(*number) for number in numbers)
+    if refers_by_path(schema, parts) and _most_of_a_value(schema, parts, _has_multiple) <= 1:
+        return alone
     least = min((exponent for _, exponent in numbers), default=0)
     together = lcm(*(digits * 10 ** (exponent - least) for digits, exponent in numbers))
-    return alone if are_apart else max(alone, _cost(together, least))
+    return max(alone, _cost(together, least))
 
 
-def _most_intersected(root: dict[str, Any], parts: Sequence[dict[str, Any]]) -> int:
-    """Return a bound of the patterns and formats that one string of an answer must match."""
+def _most_of_a_value(
+    root: dict[str, Any], parts: Sequence[dict[str, Any]], count: Callable[[dict[str, Any]], int]
+) -> int:
+    """Return a bound of what `count` finds in the schemas that one value of an answer must satisfy.
+
+    llguidance combines each option of anyOf and oneOf with all that stands beside them, and the properties
+    of what it combines. A part that contains itself counts there with what stands beside it.
+    """
+
+    def beside(part: dict[str, Any], known: Mapping[int, int]) -> int:
+        value = count(part) + sum(known.get(id(each), 0) for each in merged(root, part))
+        return value + sum(max(known.get(id(each), 0) for each in some) for some in options(part))
+
+    def in_place(part: dict[str, Any]) -> list[dict[str, Any]]:
+        return [*merged(root, part), *(each for some in options(part) for each in some)]
+
     known: dict[int, int] = {}
-    rest = [(root, False)]
-    while rest:  # each schema comes twice: before those that it leads to, and after them
+    for part in _in_order(parts, in_place):
+        known[id(part)] = beside(part, known)
+    for part in _in_order([root], lambda part: [*merged(root, part), *children(part)]):
+        below = (known.get(id(child), 0) for child in children(part))
+        known[id(part)] = max([beside(part, known), *below])
+    return max(known.values())
+
+
+def _in_order(
+    roots: Sequence[dict[str, Any]], following: Callable[[dict[str, Any]], Sequence[dict[str, Any]]]
+) -> Iterator[dict[str, Any]]:
+    """Yield what the roots lead to, once each, after what it leads to itself; circles end somewhere."""
+    met: set[int] = set()
+    rest = [(root, False) for root in roots]
+    while rest:
         part, is_last = rest.pop()
         if is_last:
-            known[id(part)] = _combined(root, part, known)
-        elif id(part) not in known:
-            known[id(part)] = 0
+            yield part
+        elif id(part) not in met:
+            met.add(id(part))
             rest.append((part, True))
-            rest += [(each, False) for each in (*merged(root, part), *children(part))]
-    once = max(known.values())
-    # Parts that contain themselves have been counted once. They may hold what is combined each time.
-    is_changed = True
-    while is_changed and max(known.values()) <= MOST_INTERSECTED:
-        grown = {id(part): _combined(root, part, known) for part in parts}
-        is_changed, known = grown != known, grown
-    most = max(known.values())
-    return most if most <= MOST_INTERSECTED else max(once, sum(map(_patterns, parts)))
-
-
-def _combined(root: dict[str, Any], part: dict[str, Any], known: Mapping[int, int]) -> int:
-    """Return the patterns of a part with those beside it, or of one below it if these are more.
-
-    llguidance combines each option of anyOf and oneOf with all that stands beside them.
-    """
-    value = _patterns(part) + sum(known[id(each)] for each in merged(root, part))
-    value += sum(max(known[id(each)] for each in some) for some in options(part))
-    return max([value, *(known[id(child)] for child in children(part))])
-
-
-def _choices(part: dict[str, Any]) -> int:
-    """Return how many schemas more than one of each kind are combined."""
-    return sum(max(0, len(as_list(part.get(name))) - 1) for name in ("allOf", "anyOf", "oneOf"))
+            rest += [(each, False) for each in following(part)]
 
 
 def _patterns(part: dict[str, Any]) -> int:
     return sum(name in part for name in _PATTERNS)
+
+
+def _has_multiple(part: dict[str, Any]) -> int:
+    return "multipleOf" in part
 
 
 def _decimal(value: Any) -> tuple[int, int]:

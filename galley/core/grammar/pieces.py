@@ -11,7 +11,7 @@ from typing import Any
 from galley.core.grammar.limits import GrammarLimits, InvalidGrammar
 from galley.core.grammar.schema import GUIDANCE
 from galley.core.grammar.spec import Kind
-from galley.core.grammar.subschemas import depth, subschemas, texts
+from galley.core.grammar.subschemas import depth, refers_by_path, subschemas, texts
 
 # Spaces stand where `json.dumps` writes them and nowhere else. Otherwise a model may write spaces without
 # end, and fewer tokens are certain. Names have one form only: by `\u` escapes a model could write a property
@@ -74,9 +74,11 @@ def with_options(schema: dict[str, Any]) -> str:
     """Return a schema as it stands within a grammar.
 
     llguidance applies keywords in their order: those that combine schemas come last, so that what stands
-    beside them is known. Keywords that say nothing are left out, where it would refuse them.
+    beside them is known, but where properties do: their order is that of the answer. Keywords that say
+    nothing are left out, where it would refuse them.
     """
-    parts = {id(part) for part in subschemas(schema)}
+    parts = subschemas(schema)
+    known = {id(part) for part in parts} if refers_by_path(schema, parts) else set()
 
     def ordered(value: Any) -> Any:
         if isinstance(value, list):
@@ -84,9 +86,9 @@ def with_options(schema: dict[str, Any]) -> str:
         if not isinstance(value, dict):
             return value
         names = list(value)
-        if id(value) in parts:
+        if id(value) in known:
             kept = [name for name in names if value[name] not in _SAYS_NOTHING.get(name, ())]
-            names = sorted(kept, key=_LAST.__contains__)
+            names = kept if "properties" in value else sorted(kept, key=_LAST.__contains__)
         return {name: ordered(value[name]) for name in names}
 
     return json.dumps({**ordered(schema), GUIDANCE: _JSON_OPTIONS})

@@ -40,7 +40,7 @@ _LARGEST = 1 << 53
 """llguidance computes numbers in double precision."""
 _NO_BOUND = (1 << 63) - 1
 _CONSTANTS = ("const", "enum", "multipleOf")
-_BOUNDS = {"minimum": -1, "maximum": 1, "exclusiveMinimum": 0, "exclusiveMaximum": 0}
+_BOUNDS = {"minimum": -1, "maximum": 1, "exclusiveMinimum": -1, "exclusiveMaximum": 1}
 
 
 def check_schema(kind: Kind, schema: Any, limits: GrammarLimits = DEFAULT_LIMITS) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def _check_sizes(kind: Kind, parts: Sequence[dict[str, Any]], limits: GrammarLim
         most = limits.most_pattern_properties
         raise InvalidGrammar(kind, f"must have at most {most} patternProperties, got {len(named)}")
     patterns = [part["pattern"] for part in parts if isinstance(part.get("pattern"), str)]
-    size = sum(len(pattern.encode(errors="replace")) for pattern in (*named, *patterns))
+    size = sum(len(pattern.encode(errors="replace")) for pattern in {*named, *patterns})
     if size > limits.most_regex_bytes:
         most = limits.most_regex_bytes
         raise InvalidGrammar(kind, f"patterns must have at most {most} bytes together, got {size}")
@@ -130,7 +130,10 @@ def _check_numbers(kind: Kind, part: dict[str, Any]) -> None:
     for name, sign in _BOUNDS.items():
         bound = part.get(name)
         # Whatever fits in 64 bits is within a bound beyond them.
-        if isinstance(bound, int | float) and abs(bound) > _LARGEST and sign * bound < _NO_BOUND:
+        if not isinstance(bound, int | float) or part.get("type") == "number":
+            continue
+        largest = _LARGEST - name.startswith("exclusive")
+        if abs(bound) > largest and sign * bound < _NO_BOUND:
             raise InvalidGrammar(kind, f"{name} must be at most 2**53, got {_short(str(bound))}")
 
 

@@ -91,7 +91,7 @@ def depth(value: Any) -> int:
 def target(root: dict[str, Any], reference: Any) -> Any:
     """Return what a reference by a path within `root` points to; None if it points to nothing."""
     name = root.get("$id")
-    if isinstance(name, str) and isinstance(reference, str) and name and reference.startswith(name):
+    if isinstance(name, str) and isinstance(reference, str) and _is_prefix(name, reference):
         reference = reference[len(name) :] or "#"
     if not isinstance(reference, str) or (reference != "#" and not reference.startswith("#/")):
         return None
@@ -103,6 +103,10 @@ def target(root: dict[str, Any], reference: Any) -> Any:
         else:
             node = as_dict(node).get(key)
     return node
+
+
+def _is_prefix(name: str, reference: str) -> bool:
+    return bool(name) and not name.startswith("#") and reference.split("#", maxsplit=1)[0] == name
 
 
 def texts(value: Any) -> Iterator[str]:

@@ -179,11 +179,27 @@ def nested(lists: int) -> str:
 
 DEEP = '{"not_a_keyword": ' * 65 + "{}" + "}" * 65
 WIDE = json.dumps({"type": "object", "properties": {f"p{i}": {} for i in range(600)}})
-MULTIPLES = "multipleOf must come to at most 20000 times a power of ten"
+MULTIPLES = "multipleOf: numbers must come to at most 20000 together, but powers of ten"
 MANY_PATTERNS = "must combine at most 8 patterns or formats of a value"
 NEEDS_ITSELF = json.dumps(
     {"type": "object", "properties": {"a": {"items": [1], "$ref": "#"}}, "required": ["a"]}
 )
+RINGS = {
+    "$ref": "#/$defs/d0",
+    "$defs": {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{(i + 1) % 90}"}} for i in range(90)},
+}
+INHERITED = {
+    "$ref": "#/$defs/node",
+    "$defs": {
+        "entity": {"properties": {f"p{i}": {"type": "string", "format": "date"} for i in range(9)}},
+        "node": {
+            "allOf": [
+                {"$ref": "#/$defs/entity"},
+                {"properties": {"children": {"type": "array", "items": {"$ref": "#/$defs/node"}}}},
+            ],
+        },
+    },
+}
 MULTIPLE = {"type": "json_schema", "json_schema": {"multipleOf": 19997}}
 PATTERNS = {"allOf": [{"pattern": f"a{i}"} for i in range(5)]}
 DRAFT_4 = json.dumps(
@@ -392,6 +408,22 @@ LIST = {
         (PATTERNED, json.dumps({f"p{i}": f"{i}a" for i in range(20)})),
         ({"type": "number", "multipleOf": 0.01}, "1.25"),
         ({"type": "integer", "multipleOf": 1000000}, "3000000"),
+        ({"type": "integer", "exclusiveMaximum": 1 << 63}, "7"),
+        ({"type": "number", "maximum": 1e17}, "7.5"),
+        (RINGS, "[[[]]]"),
+        (
+            {
+                "properties": {
+                    "a": {"multipleOf": 7},
+                    "b": {"multipleOf": 30},
+                    "c": {"anyOf": [{"type": "null"}]},
+                }
+            },
+            '{"a": 14, "b": 60, "c": null}',
+        ),
+        (INHERITED, '{"p0": "2026-11-28", "children": [{"p1": "2026-11-28"}]}'),
+        ({"type": "object", "propertyNames": {"type": "string"}}, '{"a": 1}'),
+        ({"type": "array", "uniqueItems": False}, "[1, 1]"),
         (
             {"type": "object", "required": ["a"], "properties": {"a": {}}, "minProperties": 2},
             '{"a": 1, "b": 2}',
