@@ -245,6 +245,8 @@ async def _show(
         async with client_of(connection, telemetry.client_interceptors() if telemetry else ()) as client:
             try:
                 outcome.stream = start(client)
+            except BadKey:
+                raise
             except (TypeError, ValueError) as error:
                 raise typer.BadParameter(str(error)) from None
             async for event in outcome.stream:
