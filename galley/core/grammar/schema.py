@@ -13,9 +13,10 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from galley.core.grammar.costs import check_costs
-from galley.core.grammar.limits import DEFAULT_LIMITS, GrammarLimits, InvalidGrammar
+from galley.core.grammar.limits import GrammarLimits, InvalidGrammar
 from galley.core.grammar.spec import Kind
 from galley.core.grammar.subschemas import (
+    BASES,
     as_dict,
     as_list,
     depth,
@@ -43,7 +44,7 @@ _CONSTANTS = ("const", "enum", "multipleOf")
 _BOUNDS = {"minimum": -1, "maximum": 1, "exclusiveMinimum": -1, "exclusiveMaximum": 1}
 
 
-def check_schema(kind: Kind, schema: Any, limits: GrammarLimits = DEFAULT_LIMITS) -> dict[str, Any]:
+def check_schema(kind: Kind, schema: Any, limits: GrammarLimits) -> dict[str, Any]:
     """Return `schema`. Raise InvalidGrammar unless it is an object that llguidance reads as it is meant."""
     if not isinstance(schema, dict):
         raise InvalidGrammar(kind, "must be a JSON object")
@@ -66,7 +67,7 @@ def _check_levels(
 ) -> None:
     """Raise InvalidGrammar where references lead through many levels: llguidance recurses through them."""
     found = [target(schema, part.get("$ref")) for part in parts]
-    found += [part for part in parts if any(name in part for name in ("$id", "id", "$anchor"))]
+    found += [part for part in parts if any(name in part for name in ("$anchor", *BASES))]
     places = {id(each): each for each in found if isinstance(each, dict)}
     levels = sum(map(depth, places.values()))
     if levels > limits.most_reference_levels:

@@ -39,7 +39,7 @@ def native_grammar(spec: GrammarSpec, vocabulary: Vocabulary, limits: GrammarLim
         case "json_object":
             return LLMatcher.grammar_from_json_schema(with_options({"type": "object"}))
         case "json_schema":
-            schema = check_schema(spec.kind, read_json(spec.kind, spec.text, limits))
+            schema = check_schema(spec.kind, read_json(spec.kind, spec.text, limits), limits)
             return LLMatcher.grammar_from_json_schema(with_options(schema))
         case "regex":
             return LLMatcher.grammar_from_regex(_given(spec))
@@ -79,7 +79,7 @@ def _with_checked_schemas(kind: Kind, text: str, limits: GrammarLimits) -> str:
         end = found.end()
         if found[0].startswith(_JSON):
             schema, end = read_first_json(kind, text, end, limits)
-            schemas.append(check_schema(kind, schema))
+            schemas.append(check_schema(kind, schema, limits))
             written.append(with_options(schema))
     check_multiples(kind, schemas)
     pieces.append(text[end:])

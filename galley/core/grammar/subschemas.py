@@ -11,7 +11,7 @@ _ONE = ("items", "additionalProperties", "additionalItems")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _OPTIONS = ("anyOf", "oneOf")
 # Draft 4 has `id`.
-_BASES = ("$id", "id")
+BASES = ("$id", "id")
 _INDEX = re.compile(r"0|[1-9][0-9]{0,5}")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 
@@ -30,7 +30,7 @@ def refers_by_path(root: dict[str, Any], parts: Iterable[dict[str, Any]]) -> boo
     references = [part["$ref"] for part in parts if isinstance(part.get("$ref"), str)]
     if not all(isinstance(target(root, each), dict | bool) for each in references):
         return False
-    moves = (part is not root and any(isinstance(part.get(name), str) for name in _BASES) for part in parts)
+    moves = (part is not root and any(isinstance(part.get(name), str) for name in BASES) for part in parts)
     return not references or not any(moves)
 
 

@@ -114,7 +114,7 @@ class _Rules:
         if "json_schema" not in form:
             raise InvalidGrammar(_KIND, f"{place} must have json_schema")
         try:
-            self.schemas.append(check_schema(_KIND, form["json_schema"]))
+            self.schemas.append(check_schema(_KIND, form["json_schema"], self._limits))
         except InvalidGrammar as error:
             raise InvalidGrammar(_KIND, f"{place}.json_schema {error.problem}") from None
         return f"%json {with_options(form['json_schema'])}"
