@@ -18,7 +18,7 @@ def usable_cores(root: Path = _ROOT) -> int:
     """
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores = {_siblings(root, cpu) for cpu in cpus}
-    return max(1, math.floor(min([len(cores), *_limits(root)])))
+    return max(1, math.floor(min([len(cores), *cpu_limits(root)])))
 
 
 def _siblings(root: Path, cpu: int) -> str:
@@ -30,7 +30,7 @@ def _siblings(root: Path, cpu: int) -> str:
         return str(cpu)
 
 
-def _limits(root: Path) -> Iterator[float]:
+def cpu_limits(root: Path) -> Iterator[float]:
     """Yield the CPU limits, in cores, of this process's control groups of either version."""
     try:
         groups = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()

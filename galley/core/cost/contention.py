@@ -21,12 +21,16 @@ class Host(Protocol):
 
 
 def contention(drafts: Sequence[Host], targets: Sequence[Host]) -> float:
-    """Return the part of the drafts' time that they take from targets, in [0, 1]: the mean over all pairs."""
-    pairs = len(drafts) * len(targets)
-    return sum(_of_pair(draft, target) for draft in drafts for target in targets) / pairs if pairs else 0.0
+    """Return the part of the drafts' time that they take from targets, in [0, 1]: the mean over the drafts.
+
+    All threads on the cores of a draft count, of every replica there.
+    """
+    taken = [_of_draft(draft, drafts, targets) for draft in drafts]
+    return sum(taken) / len(taken) if taken else 0.0
 
 
-def _of_pair(draft: Host, target: Host) -> float:
-    if not draft.id or draft.id != target.id or not draft.cores:
+def _of_draft(draft: Host, drafts: Sequence[Host], targets: Sequence[Host]) -> float:
+    if not draft.id or not draft.cores or not any(target.id == draft.id for target in targets):
         return 0.0
-    return min(1.0, max(0.0, (draft.threads + target.threads) / draft.cores - _UNDISTURBED))
+    threads = sum(host.threads for host in (*drafts, *targets) if host.id == draft.id)
+    return min(1.0, max(0.0, threads / draft.cores - _UNDISTURBED))

@@ -2040,7 +2040,9 @@ class Host(_message.Message):
     CORES_FIELD_NUMBER: _builtins.int
     THREADS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """Hash of the machine's boot and of the set of its cores that the replica may use. Empty: unknown, or not a CPU."""
+    """Hash of the machine's boot, of the set of its cores that the replica may use, and of the control group that limits
+    them. Empty: unknown, or not a CPU.
+    """
     cores: _builtins.int
     threads: _builtins.int
     def __init__(

@@ -70,7 +70,7 @@ def sent(world: World) -> list[pb.VerifyItem | pb.Hint]:
 @pytest.mark.parametrize("trees", [True, False])
 async def test_only_targets_that_take_trees_are_sent_them(world: World, trees: bool, credit: int) -> None:
     world.target.trees = trees
-    world.target.pass_s = 0.002
+    world.target.pass_s = 0.01
     world.draft.corrupt = beside_the_first
     gateway = await world.gateway(credit=credit)
     must_be_true(await receive(gateway.generate(speculation=LISTS)))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from galley.common.cores import usable_cores
+from tests.fakes.machines import EIGHT_CPUS, FOUR_CORES, write_machine
 
-EIGHT = frozenset(range(8))
 V2 = {"proc/self/cgroup": "0::/system/galley.service\n"}
 V1 = {"proc/self/cgroup": "12:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n0::/\n"}
 SYSTEM, OWN = "sys/fs/cgroup/system", "sys/fs/cgroup/system/galley.service"
@@ -50,18 +50,14 @@ SYSTEM, OWN = "sys/fs/cgroup/system", "sys/fs/cgroup/system/galley.service"
 def test_the_limits_of_all_groups_count(
     files: Mapping[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path, files)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: EIGHT)
+    write_machine(tmp_path, files)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: EIGHT_CPUS)
     assert usable_cores(tmp_path) == cores
 
 
 def test_hardware_threads_of_a_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    siblings = {
-        f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{cpu % 4},{cpu % 4 + 4}\n"
-        for cpu in EIGHT
-    }
-    write(tmp_path, siblings)
-    for affinity, cores in ((EIGHT, 4), ({0, 4}, 1), ({1, 2, 3}, 3)):
+    write_machine(tmp_path, FOUR_CORES)
+    for affinity, cores in ((EIGHT_CPUS, 4), ({0, 4}, 1), ({1, 2, 3}, 3)):
         monkeypatch.setattr("os.sched_getaffinity", lambda _, own=affinity: own)
         assert usable_cores(tmp_path) == cores
 
@@ -70,10 +66,3 @@ def test_a_system_without_affinity_has_all_its_cores(tmp_path: Path, monkeypatch
     monkeypatch.delattr("os.sched_getaffinity")
     monkeypatch.setattr("os.cpu_count", lambda: 5)
     assert usable_cores(tmp_path) == 5
-
-
-def write(root: Path, files: Mapping[str, str]) -> None:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="ascii")

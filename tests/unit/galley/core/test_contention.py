@@ -30,7 +30,14 @@ def test_threads_beyond_the_cores_disturb_each_other(draft: pb.Host, target: pb.
     assert contention([draft], [target]) == lost
 
 
-def test_of_several_replicas_the_mean_counts() -> None:
+def test_of_several_drafts_the_mean_counts() -> None:
     assert contention([host(2), host(1, name="elsewhere")], [host(2), host(2)]) == 0.5
     assert contention([], [host(1)]) == 0.0
     assert contention([host(1)], []) == 0.0
+
+
+def test_all_threads_on_the_same_cores_disturb_each_other() -> None:
+    """Two targets of one thread take as much as one of two, and a target elsewhere changes nothing."""
+    assert contention([host(1)], [host(1), host(1)]) == contention([host(1)], [host(2)]) == 0.75
+    assert contention([host(1)], [host(2), host(8, name="elsewhere")]) == 0.75
+    assert contention([host(1, 4), host(1, 4)], [host(2, 4)]) == 0.25
