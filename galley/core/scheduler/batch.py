@@ -196,9 +196,14 @@ class ActiveBatch:
         if self.is_corrected or any(isinstance(outcome, Computed) for outcome in outcomes):
             self._count(map(_fed, self.grants.values(), outcomes))
 
+    @property
+    def fed_requests(self) -> list[ActiveRequest]:
+        """Return the requests of which the step feeds rows."""
+        return [grant.request for grant in self._fed]
+
     def info(self, free_blocks: int, queue_depth: int) -> BatchInfo:
         return BatchInfo(
-            request_ids=tuple(grant.request.id for grant in self._fed),
+            request_ids=tuple(request.id for request in self.fed_requests),
             rows=self._rows,
             draft_rows=self._draft_rows,
             prefill_rows=self._rows - self._drawn_rows,

@@ -166,7 +166,10 @@ class Scheduler:
         return request.id
 
     def _make_room(self, request: ActiveRequest) -> None:
-        """Refuse the youngest waiting request if too many wait. Raise Overloaded if that is this one."""
+        """Refuse the youngest waiting request if too many wait. Raise Overloaded if that is this one.
+
+        One that an engine has in its step without feeding it yet ends with the step.
+        """
         waiting = [other for other in self._requests.values() if not other.has_started]
         if len(waiting) < self._max_waiting:
             return
@@ -174,7 +177,8 @@ class Scheduler:
         youngest = max(waiting, key=_age)
         if youngest.age <= request.age:
             raise refused
-        self._respond(youngest, refused)
+        self._responses.append(Response(youngest.id, refused))
+        self.cancel(youngest.id)
 
     def extend(self, request_id: int, extension: Extend, now: int) -> None:
         """Add credit or a hint to a request; ignored if it is no longer active."""
@@ -212,10 +216,10 @@ class Scheduler:
         was planned with. It verified `drafts` draft tokens. Call it before `conclude`.
         """
         request = self._active[key]
-        found, request.kv_len = kv_len - (request.kv_len or 0), kv_len
-        if request.position == request.message.position:  # no result yet
-            request.kv_reused += found
-            self.counts.reused_tokens += found if request.is_new else 0
+        request.kv_len = kv_len
+        if not request.has_started:  # what it finds again after a preemption is not counted again
+            self.counts.reused_tokens += kv_len - request.kv_reused if request.is_new else 0
+            request.kv_reused = kv_len
         if self._batch is not None:
             self._batch.correct(key, drafts)
 
@@ -366,10 +370,10 @@ class Scheduler:
         self, grants: dict[SessionKey, Grant], copies: Sequence[tuple[int, int]], now: int
     ) -> StepPlan:
         requests = [grant.request for grant in grants.values()]
-        self.queue_times_ns = [now - request.arrived_ns for request in requests if not request.has_started]
+        if not self._divides_prompts:
+            self._start(requests, now)
         self.counts.linger_ns += self._lingering.waited_ns
         for request in requests:
-            request.has_started = True
             request.linger_ns += self._lingering.waited_ns
         chunks = tuple(self._chunk(grant, self.kv.blocks_of(key)) for key, grant in grants.items())
         plan = StepPlan(chunks, tuple(copies), tuple(self._moves))
@@ -378,6 +382,12 @@ class Scheduler:
         self._batch = ActiveBatch(plan, grants, now, preempted, evicted)
         self._preempted.clear()
         return plan
+
+    def _start(self, requests: Sequence[ActiveRequest], now: int) -> None:
+        """Note that a step fed these requests, which began at `now`."""
+        self.queue_times_ns = [now - request.arrived_ns for request in requests if not request.has_started]
+        for request in requests:
+            request.has_started = True
 
     def _chunk(self, grant: Grant, blocks: Sequence[int]) -> StepChunk:
         """Return the chunk of the granted rows, which draws after the last if they reach the position."""
@@ -419,8 +429,11 @@ class Scheduler:
         done.settle(outcomes)
         took_ns = now - done.started_ns
         shared = done.record(self._times, self._prefill, took_ns, batch_span)
+        if self._divides_prompts:  # only now is it known which requests the engine fed
+            self._start(done.fed_requests, done.started_ns)
+        for request in done.fed_requests:
+            request.compute_ns += took_ns
         for grant, outcome in zip(done.grants.values(), outcomes, strict=True):
-            grant.request.compute_ns += took_ns
             self._settle(grant, _with_certain(grant, outcome), shared, now)
         self._admit_arrived(done)
         return done.info(self.kv.free, self.queue_depth)

@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from galley.core.errors import Broken
+from galley.core.errors import Broken, DeadlinePassed, Overloaded
 from galley.core.step import Computed, Sampled
 from tests.fakes.kv_check import check_table
 from tests.fakes.scheduler_world import MS, Bench, request, result_of, true_answer
@@ -113,6 +113,65 @@ def test_a_step_that_fed_nothing_teaches_nothing(bench: Bench) -> None:
     batch = bench.scheduler.conclude(plan, [Computed(0)], bench.now)
     assert (batch.request_ids, batch.rows, batch.prefill_rows) == ((), 0, 0)
     assert bench.scheduler.take_responses() == []
+
+
+def test_a_request_waits_until_a_row_of_it_is_fed(bench: Bench) -> None:
+    bench.submit(request(PROMPT))
+    for outcome, queue_times_ns in ((Computed(0), []), (Computed(9), [13 * MS]), (Sampled((ANSWER[0],)), [])):
+        bench.now += 3 * MS
+        plan = bench.begin()
+        bench.now += 7 * MS
+        bench.scheduler.conclude(plan, [outcome], bench.now)
+        assert bench.scheduler.queue_times_ns == queue_times_ns
+    (answer,) = bench.scheduler.take_responses()
+    assert (result_of(answer).queue_ns, result_of(answer).compute_ns) == (16 * MS, 14 * MS)
+
+
+def test_the_deadline_of_a_request_counts_until_a_row_of_it_is_fed(bench: Bench) -> None:
+    bench.submit(request(PROMPT, session="fed", arrival_ns=1, deadline_ns=5))
+    waits = bench.submit(request(PROMPT, session="waits", arrival_ns=2, deadline_ns=5))
+    bench.scheduler.conclude(bench.begin(), [Computed(9), Computed(0)], bench.now)
+    bench.scheduler.expire(5)
+    (answer,) = bench.scheduler.take_responses()
+    assert (answer.request_id, type(answer.outcome)) == (waits, DeadlinePassed)
+    assert [chunk.key for chunk in bench.begin().chunks] == [(b"", "fed")]
+
+
+def test_requests_of_which_no_row_was_fed_count_as_waiting() -> None:
+    bench = Bench(max_waiting=2, divides=random.Random(1))
+    for arrival_ns in (1, 2, 3):
+        if arrival_ns == 3:  # the first has started by now
+            bench.scheduler.conclude(bench.begin(), [Computed(9), Computed(0)], bench.now)
+        bench.submit(request(PROMPT, session=f"s{arrival_ns}", arrival_ns=arrival_ns))
+    with pytest.raises(Overloaded):
+        bench.submit(request(PROMPT, session="s4", arrival_ns=4))
+    assert bench.scheduler.take_responses() == []
+
+
+def test_a_request_that_waits_within_a_step_makes_room_for_an_older_one() -> None:
+    bench = Bench(max_waiting=1, divides=random.Random(1))
+    young = bench.submit(request(PROMPT, session="young", arrival_ns=2))
+    plan = bench.begin()
+    bench.submit(request(PROMPT[::-1], session="old", arrival_ns=1))
+    (answer,) = bench.scheduler.take_responses()
+    assert (answer.request_id, type(answer.outcome)) == (young, Overloaded)
+    bench.scheduler.conclude(plan, [Computed(25)], bench.now)
+    plan = bench.begin()
+    assert [chunk.key for chunk in plan.chunks] == [(b"", "old")]
+    bench.scheduler.conclude(plan, [Computed(9)], bench.now)
+    bench.submit(request(PROMPT, session="young", arrival_ns=2))
+    assert [chunk.start for chunk in bench.begin().chunks] == [9, 25], "what was computed is kept"
+
+
+def test_tokens_found_again_after_a_preemption_are_counted_once(bench: Bench) -> None:
+    bench.submit(request(PROMPT, session="cached"))
+    for found, outcome in ((32, Computed(36)), (None, Computed(0)), (32, Sampled((ANSWER[0],)))):
+        plan = bench.begin()
+        if found is not None:
+            bench.scheduler.record_fed((b"", "cached"), found, 0)
+        bench.scheduler.conclude(plan, [outcome], bench.now)
+    (answer,) = bench.scheduler.take_responses()
+    assert (result_of(answer).kv_reused, bench.scheduler.counts.reused_tokens) == (32, 32)
 
 
 def test_a_session_whose_kv_was_taken_goes_on_without_a_miss(bench: Bench) -> None:
