@@ -119,7 +119,7 @@ class LingerPolicy:
         """Return until when a step of `requests` should wait; None: begin it. Update their hints first."""
         self.waited_ns = 0 if self._since_ns is None else now - self._since_ns
         if self._max_ns == 0 or any(request.uncomputed > 1 for request in requests):
-            self._forget()
+            self.forget()
             return None
         if self._since_ns is None:
             until = self._worth_until(requests, now)
@@ -132,7 +132,7 @@ class LingerPolicy:
         for request in missed:
             request.statistics.hint_timing.record_absence()
             request.hint_due = False  # until an extension sets it again
-        self._forget()
+        self.forget()
         return None
 
     def _worth_until(self, requests: Sequence[ActiveRequest], now: int) -> int | None:
@@ -155,7 +155,8 @@ class LingerPolicy:
         self._awaited = {key for key, one in due.items() if until is not None and now < one.at_ns <= until}
         return until
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Stop delaying the step, whose requests are gone or whose delay has ended."""
         self._since_ns = None
         self._awaited = set()
 

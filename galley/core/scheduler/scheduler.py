@@ -286,6 +286,7 @@ class Scheduler:
             grants, copies = self._reserve(granted)
             if grants:
                 return self._begin(grants, copies, now)
+        self._lingering.forget()
         return None
 
     def _opened(self) -> list[ActiveRequest]:

@@ -146,6 +146,19 @@ def test_a_result_reports_how_long_its_step_waited() -> None:
     assert (result_of(answer).linger_ns, result_of(answer).queue_ns) == (2 * MS, 3 * MS)
 
 
+def test_idle_time_after_a_wait_is_no_wait() -> None:
+    bench, item = bench_of()
+    teach(bench, item, 2 * MS)
+    assert isinstance(bench.scheduler.plan(bench.now), Linger)
+    waited_ns = bench.scheduler.counts.linger_ns
+    bench.scheduler.cancel(item)
+    assert bench.scheduler.plan(bench.now) is None
+    bench.now += 1000 * MS
+    bench.submit(request(PROMPT, session="next"))
+    (answer,) = bench.step()
+    assert (bench.scheduler.counts.linger_ns, result_of(answer).linger_ns) == (waited_ns, 0)
+
+
 def test_the_first_delay_is_the_mean_with_half_of_it_as_deviation() -> None:
     """RFC 6298, section 2.2; the margin is two deviations."""
     timing = HintTiming()
