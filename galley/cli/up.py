@@ -24,7 +24,7 @@ from rich.text import Text
 from galley.cli.flags import Output, fail, not_secret, require, say, usage_of
 from galley.common.config.file import CountOrAuto
 from galley.common.cores import usable_cores
-from galley.common.models.files import DEFAULT_MODEL
+from galley.common.models.files import DEFAULT_MODEL, NumberFormat
 from galley.core import names
 from galley.core.hints import MAX_DRAFT_TOKENS
 from galley.stack.detached import detach as background
@@ -73,7 +73,7 @@ Strategy = Annotated[
     ),
 ]
 DType = Annotated[
-    Literal["float32", "bfloat16", "float16"] | None,
+    NumberFormat | None,
     typer.Option(help="Number format of the weights. Default: chosen for this machine."),
 ]
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads of each target and draft replica.")]

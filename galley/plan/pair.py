@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from galley.common.models.files import DRAFT_SECTION, foreign_file, token_table, tokenizer_hash
+from galley.common.models.files import DRAFT_SECTION, NumberFormat, foreign_file, token_table, tokenizer_hash
 from galley.core.cost.model import best_k, break_even_alpha, gain
 from galley.core.errors import UnsupportedModel
 
 ALPHAS = (0.5, 0.7, 0.9)
-NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+NUMBER_BYTES: Mapping[NumberFormat, int] = {"float32": 4, "bfloat16": 2}
 _STORED_BYTES = {"I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 # The bound of the format itself.
@@ -157,7 +157,7 @@ class Fit:
     problem: str
 
 
-def judge(target: Model, draft: Model, dtype: str, memory_bytes: int) -> Fit:
+def judge(target: Model, draft: Model, dtype: NumberFormat, memory_bytes: int) -> Fit:
     """Judge a pair whose weights and KV of one whole context of the target are to fit into `memory_bytes`."""
     number_bytes = NUMBER_BYTES[dtype]
     ratio = target.step_bytes(number_bytes) / draft.step_bytes(number_bytes)

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from galley.cli.flags import FAILED, fail, require, say
-from galley.common.models.files import DEFAULT_MODEL, hub_model, model_name, shipped_draft
+from galley.common.models.files import DEFAULT_MODEL, NumberFormat, hub_model, model_name, shipped_draft
 from galley.common.models.hub import hub_directory, refused
 from galley.core.errors import GalleyError
 from galley.plan.pair import NUMBER_BYTES, Fit, Model, Tensor, judge, read_model
@@ -32,9 +32,7 @@ def check(
         ),
     ] = "",
     *,
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], typer.Option(help="Number format of weights and KV.")
-    ] = "bfloat16",
+    dtype: Annotated[NumberFormat, typer.Option(help="Number format of weights and KV.")] = "bfloat16",
     memory_gib: Annotated[
         float | None,
         typer.Option(
@@ -112,7 +110,7 @@ def _free_bytes() -> int:
     return int(available) * 1024
 
 
-def _facts(model: Model, dtype: str) -> dict[str, Any]:
+def _facts(model: Model, dtype: NumberFormat) -> dict[str, Any]:
     return {
         "name": model.name,
         "parameters": model.parameters,
@@ -122,7 +120,9 @@ def _facts(model: Model, dtype: str) -> dict[str, Any]:
     }
 
 
-def _print(specs: tuple[str, str], pair: tuple[Model, Model], fit: Fit, dtype: str, memory: int) -> None:
+def _print(
+    specs: tuple[str, str], pair: tuple[Model, Model], fit: Fit, dtype: NumberFormat, memory: int
+) -> None:
     console = Console(highlight=False)
     table = Table("", "model", box=None, pad_edge=False)
     for heading in ("parameters", f"GiB in {dtype}", "KV KiB a token"):

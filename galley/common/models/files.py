@@ -10,9 +10,12 @@ import json
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from galley.core.errors import CallerFault
+
+NumberFormat: TypeAlias = Literal["bfloat16", "float32"]
+"""The types of weights and KV that replicas take."""
 
 # The model that is served where none is named: it comes with the installation, as a GGUF of 4 bits.
 DEFAULT_MODEL = "smollm2-135m-instruct"

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from galley.common.config.settings import ServiceSettings
 from galley.common.cores import usable_cores
 from galley.common.logs import get_logger
+from galley.common.models.files import NumberFormat  # pydantic reads it
 from galley.common.redis.url import RedisUrlSetting  # pydantic reads it
 from galley.common.registry.leases import (
     DEFAULT_LEASE_S,
@@ -52,7 +53,7 @@ def _read_auto(value: object) -> object:
 
 
 class ReplicaSettings(ServiceSettings):
-    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+    dtype: Literal["auto", NumberFormat] = Field(
         default="auto",
         description="Type of weights and KV. auto: bfloat16 on a GPU, or with AVX2 or AVX-512, else float32.",
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from galley.common.models.files import tokenizer_hash
+from galley.common.models.files import NumberFormat, tokenizer_hash
 from galley.core.errors import UnsupportedModel
 from galley.engine import attention
 from galley.engine.cpu import packing
@@ -24,7 +24,7 @@ from galley.engine.parallel.ranks import ALONE, Ranks
 CAUSAL_LM: Any = AutoModelForCausalLM
 _LOGGING: Any = transformers_logging
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(NumberFormat)}
 
 
 def default_dtype(device: str) -> torch.dtype:
