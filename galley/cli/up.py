@@ -79,8 +79,8 @@ DType = Annotated[
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads of each target and draft replica.")]
 _AUTO = "auto"
 _ONE = CountOrAuto(1)
-# Cores of a target replica of which there are as many as the machine has cores for. The Python code of a
-# step runs on one core at a time, whatever its threads.
+# Cores of a target replica of which there are as many as the machine has cores for, unless its threads are
+# given. The Python code of a step runs on one core at a time, whatever its threads.
 _CORES_OF_REPLICA = 8
 
 
@@ -163,7 +163,8 @@ def up(  # noqa: PLR0913  # one parameter a flag
         typer.Option(
             parser=_count_or_auto,
             metavar="COUNT|auto",
-            help=f"Number of target replicas. auto: one for every {_CORES_OF_REPLICA} cores.",
+            help="Number of target replicas. auto: one for every "
+            f"{_CORES_OF_REPLICA} cores; with --threads N, one for every N cores.",
         ),
     ] = _ONE,
     tensor_parallel: Annotated[
@@ -280,7 +281,7 @@ def up(  # noqa: PLR0913  # one parameter a flag
 def _divide_cores(threads: int | None, replicas: int | None, ranks: int) -> tuple[str, dict[str, int | None]]:
     """Return what to say of the choice, and replicas, threads and draft_threads of the stack's options."""
     cores, note = usable_cores(), ""
-    count = max(1, cores // (_CORES_OF_REPLICA * ranks)) if replicas is None else replicas
+    count = max(1, cores // ((threads or _CORES_OF_REPLICA) * ranks)) if replicas is None else replicas
     chosen = max(1, cores // (count * ranks)) if threads is None else threads
     if threads is None or replicas is None:
         note = f"{cores} cores: chose --replicas {count} --threads {chosen}"

@@ -41,7 +41,9 @@ def up(*flags: str) -> Result:
         (64, ["--replicas=auto"], (8, 8, 1)),
         (20, ["--replicas=auto"], (2, 10, 1)),
         (64, ["--replicas=auto", "--tensor-parallel=2"], (4, 8, 1)),
-        (64, ["--replicas=auto", "--threads=3"], (8, 3, None)),
+        (8, ["--replicas=auto", "--threads=2"], (4, 2, None)),
+        (64, ["--replicas=auto", "--threads=16", "--tensor-parallel=2"], (2, 16, None)),
+        (2, ["--replicas=auto", "--threads=3"], (1, 3, None)),
         (12, ["--tensor-parallel=3", "--threads=auto"], (1, 4, 1)),
     ],
 )
@@ -75,7 +77,7 @@ def test_a_file_holds_a_number_or_the_word(
     up("--config", str(file))
     file.write_text('[up]\nthreads = "auto"\n')
     up("--config", str(file))
-    assert [(options.replicas, options.threads) for options in started] == [(2, 3), (1, 16)]
+    assert [(options.replicas, options.threads) for options in started] == [(5, 3), (1, 16)]
 
 
 @pytest.mark.parametrize(
