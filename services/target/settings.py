@@ -71,7 +71,12 @@ class TargetSettings(ReplicaSettings):
         default=False,
         description="Give a token the same bits in any batch on CUDA too, which costs speed.",
     )
-    max_draft_tokens: int = Field(default=16, ge=0, le=256, description="Most draft tokens in one request.")
+    max_draft_tokens: int = Field(
+        default=16,
+        ge=0,
+        le=256,
+        description="Most draft tokens in one request, and of a session in one step. 0: none are verified.",
+    )
     tensor_parallel: int = Field(
         default=1, ge=1, le=64, description="Ranks over which the model is sharded. 1: this process alone."
     )

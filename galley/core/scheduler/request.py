@@ -149,7 +149,7 @@ class ActiveRequest:
         message: VerifyRequest,
         memory: SessionStatistics,
         now: int,
-        max_draft_tokens: int = 0,
+        max_draft_tokens: int | None = None,
         *,
         takes_trees: bool = False,
     ) -> None:
@@ -173,7 +173,8 @@ class ActiveRequest:
         self._since_ns = now
         self._awaits_hint = not message.draft_tokens
         self.grammar: GrammarFollower | None = None
-        self._bounds = [most for most in (message.max_verified, max_draft_tokens) if most]
+        bounds = (message.max_verified or None, max_draft_tokens)
+        self._bounds = [most for most in bounds if most is not None]
         self._hasher = PrefixHasher()
         self._takes_trees = takes_trees
         offered = Hint(message.position, b"", message.draft_tokens, message.survival, parents=message.parents)

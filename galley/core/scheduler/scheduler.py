@@ -78,8 +78,8 @@ class Linger:
 
 
 class Scheduler:
-    max_draft_tokens = 0
-    """The most draft tokens of a session that a step of this engine verifies; 0: as many as pay."""
+    max_draft_tokens: int | None = None
+    """The most draft tokens of a session that a step of this engine verifies; None: as many as pay."""
     takes_trees = False
     """Whether this engine verifies trees; of others it is given the main path, a chain."""
     feature_size = 0

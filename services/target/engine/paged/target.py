@@ -46,6 +46,7 @@ class PagedTarget(Scheduler):
             max_linger_ns=round(limits.max_linger_ms * 1e6),
             max_itl_ns=round(limits.max_itl_ms * 1e6),
         )
+        self.max_draft_tokens = limits.max_draft_tokens
         self.takes_trees = self.info.trees
         self.feature_size = self.info.feature_size
         self.limits = limits

@@ -49,7 +49,7 @@ class VllmTarget(Scheduler):
             max_linger_ns=round(limits.max_linger_ms * 1e6),
             divides_prompts=True,
         )
-        self.max_draft_tokens = core.max_draft_tokens
+        self.max_draft_tokens = min(limits.max_draft_tokens, core.max_draft_tokens)
         self.info = info
         self.limits = limits
         self.times = times

@@ -15,6 +15,7 @@ from galley.core.content import prefix_hash
 from galley.core.hints import MAX_HINT_TOKENS
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.target.engine.protocol import Limits
 from tests.fakes.tiny_model import VOCAB, greedy
 from tests.fakes.verify_items import Stream, extension, slice_of, stream_of, tokens_of, verify
 from tests.integration.services.target.conftest import Recording, Served
@@ -111,6 +112,19 @@ async def test_a_hint_keeps_its_worth_when_it_comes_late(
     assert list(first.result.tokens) == answer[2:3]
     assert (second.result.verified, second.result.accepted) == (4, 4)
     assert list(second.result.tokens) == answer[3:8]
+
+
+@pytest.mark.parametrize(("limits", "most"), [(Limits(max_draft_tokens=most), most) for most in (0, 2)])
+async def test_hints_are_bound_as_requests_are(
+    target: rpc.TargetAsyncStub, engine: Recording, answer: list[int], most: int
+) -> None:
+    async with first_pass_held(target, engine, item(credit=9)) as stream:
+        await stream.send(extensions=[extension([*PROMPT, answer[0]], answer[1:7])])
+        await stream.received()
+        engine.gate.set()
+        answers = await stream.until_last()
+    assert tokens_of(answers) == answer[:10]
+    assert max(one.result.verified for one in answers) == most
 
 
 async def test_a_hint_of_other_content_is_not_used(
