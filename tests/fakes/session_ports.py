@@ -81,6 +81,7 @@ class PortTarget:
         self.fails_at: int | None = None
         self.may_answer = asyncio.Event()
         self.may_answer.set()
+        self.has_expired = asyncio.Event()
         self.build: Callable[[int], str] = lambda _: "build-1"
         self.verifications: list[PortVerification] = []
         self.remaining_ns: list[int | None] = []
@@ -132,6 +133,11 @@ class PortVerification:
 
     def extend(self, request: ev.ExtendVerify) -> None:
         pass
+
+    def expire(self) -> bool:
+        self.close()
+        self._target.has_expired.set()
+        return self._target.moves
 
     def close(self) -> None:
         self.closed += 1

@@ -422,6 +422,9 @@ class Verification(Protocol):
     def extend(self, request: ExtendVerify) -> None:
         """Send more of the request, without blocking, also before it was sent; ignored after its end."""
 
+    def expire(self) -> bool:
+        """Close the request, which has no response in time; return True if another replica can serve it."""
+
     def close(self) -> None:
         """Give the request up, unless it has ended; nothing is reported afterwards."""
 

@@ -3,7 +3,8 @@
 1. At most one Verify is open. It ends with its first verdict without `more`, a cache miss or a failure.
 2. The limit of a Verify is never lowered. ExtendVerify raises it once half of the credit is used.
 3. After a cache miss the request is repeated with more tokens. More than `MAX_MISSES` in a row are a failure.
-4. A failed target is retried with doubling delays, until `timeout_ns` have passed without a verdict.
+4. A failed target is retried with doubling delays, until `timeout_ns` have passed since its first failure
+   without a verdict.
 """
 
 from __future__ import annotations
@@ -260,16 +261,21 @@ class Verifying:
         self.cache_len = usable_cache_len(event, answer)
         return True
 
-    def fail(self) -> None:
-        """Close the Verify after a failure: another replica, or a new process, may have no cache."""
+    def fail(self, *, elsewhere: bool = False) -> None:
+        """Close the Verify after a failure: another replica, or a new process, may have no cache.
+
+        With `elsewhere` another replica gets the request, and its time counts anew.
+        """
+        if elsewhere:
+            self._failing_since = None
         self.open = None
         self._misses = 0
         self.cache_len = 0
 
-    def next_retry_ns(self, now: int, requested_ns: int) -> int | None:
-        """Return when to retry; None if the timeout, counted from the first failed request, ends before."""
+    def next_retry_ns(self, now: int) -> int | None:
+        """Return when to retry; None if the timeout, counted from the first failure, ends before."""
         if self._failing_since is None:
-            self._failing_since = requested_ns
+            self._failing_since = now
         retry_ns = self._retry_ns
         if now + retry_ns - self._failing_since >= self._timeout_ns:
             return None

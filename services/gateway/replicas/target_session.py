@@ -355,6 +355,12 @@ class TargetRequest:
             if attempt is not None:
                 attempt.extend(request)
 
+    def expire(self) -> bool:
+        """Leave the replica, which has sent no response in time; return True if another one can serve."""
+        late = self._attempt
+        self.close()
+        return late is not None and self._can_move_from(late.target)
+
     def close(self) -> None:
         """Cancel the request if it is open. The session leaves a replica that owes a response."""
         if self._finding is not None:
@@ -421,8 +427,10 @@ class TargetRequest:
             self._expect(target)
         elif isinstance(last, ev.Failed):
             self._session.leave(target)
-            other = self._session.other(self._spec, self._request, target) if last.retryable else None
-            events[-1] = replace(last, elsewhere=other is not None)
+            events[-1] = replace(last, elsewhere=last.retryable and self._can_move_from(target))
+
+    def _can_move_from(self, target: TargetReplica) -> bool:
+        return self._session.other(self._spec, self._request, target) is not None
 
     def _close_attempt(self) -> None:
         if self._timer is not None:

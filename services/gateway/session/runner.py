@@ -249,8 +249,9 @@ class SessionRunner:
         if self._loop.time() < self._late_s:
             self._timer = self._loop.call_at(self._late_s, self._check_target)
             return
-        failed = ev.Failed(self._requested.request_id, "no response in time")
-        self._cancel_verification()
+        can_move = self._verification.expire()
+        failed = ev.Failed(self._requested.request_id, "no response in time", elsewhere=can_move)
+        self._requested = None
         self._observer.target_failed(failed.message)
         self.post(failed)
 

@@ -351,6 +351,17 @@ async def test_a_verdict_is_late_relative_to_the_step_time(here: Here) -> None:
     assert not other.calls
 
 
+async def test_a_request_that_expires_can_move_to_a_replica_that_has_not_failed(here: Here) -> None:
+    target = TargetSession(here.targets)
+    for fake in here.fakes:
+        fake.gate.close()
+    can_move = []
+    for _ in range(2):
+        results = Results(target, here.request(confirmed(0)))
+        can_move.append(results.verification.expire())
+    assert can_move == [True, False]
+
+
 @pytest.mark.usefixtures("hasty")
 async def test_all_sessions_leave_a_silent_replica(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(here.targets, "probe_timeout_s", 0.2)

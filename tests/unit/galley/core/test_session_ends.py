@@ -70,7 +70,7 @@ def test_the_store_decides_between_finish_and_abort() -> None:
 def test_a_target_is_retried_after_doubling_pauses_until_its_timeout() -> None:
     verifying = Verifying(0, 4, retry_ns=10, max_retry_ns=25, timeout_ns=100)
     now, retries = 5, []
-    while (at := verifying.next_retry_ns(now, 5)) is not None:
+    while (at := verifying.next_retry_ns(now)) is not None:
         retries.append(at - now)
         now = at
     assert retries == [10, 20, 25, 25]
@@ -140,13 +140,27 @@ def test_a_shorter_log_of_other_tokens_is_not_repaired(at: str) -> None:
     assert isinstance(world.end.error, LogLost)
 
 
-def test_a_hanging_target_is_not_retried_at_the_timeout() -> None:
-    """Timers of an event loop may fire early."""
+def test_the_time_in_a_targets_queue_is_no_failure() -> None:
     world = World(spec(k=0), SessionLimits(target_timeout_ns=100 * MS, retry_ns=50 * MS))
-    world.now += 98 * MS
+    world.now += 1000 * MS
+    world.reply(fail=True)
+    assert world.session.phase is Phase.BACKING_OFF
+    world.wake()
+    world.now += 100 * MS
     world.reply(fail=True)
     assert world.end is not None
     assert isinstance(world.end.error, TargetUnavailable)
+
+
+def test_the_time_of_another_replica_counts_anew() -> None:
+    limits = SessionLimits(target_timeout_ns=100 * MS, retry_ns=50 * MS, max_retry_ns=50 * MS)
+    session = Session(Answer(spec(k=0), letters), limits)
+    session.start(0)
+    session.step(ev.Failed(1, "away"), now=0)
+    session.step(ev.TimerFired(), now=50 * MS)
+    [again] = session.step(ev.Failed(2, "away", elsewhere=True), now=200 * MS)
+    assert isinstance(again, ev.Verify)
+    assert session.step(ev.Failed(3, "away"), now=400 * MS) == [ev.SetTimer(450 * MS)]
 
 
 @pytest.mark.parametrize("refusal", [InvalidField("structured_output", "must allow a next token"), None])

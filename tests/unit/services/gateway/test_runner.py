@@ -62,6 +62,17 @@ async def test_a_verification_is_closed_if_its_client_left_before_its_task_began
     assert verification.closed
 
 
+async def test_a_verification_without_a_response_moves_at_once() -> None:
+    targets = PortTarget(moves=True)
+    targets.may_answer.clear()
+    runner = await runner_of(targets, FaultyStore(), verify_ns=SECOND // 20)
+    running = asyncio.create_task(run(runner))
+    await targets.has_expired.wait()
+    assert len(targets.verifications) == 2
+    targets.may_answer.set()
+    assert (await running).error is None
+
+
 class HangingDraft:
     replica = None
 
