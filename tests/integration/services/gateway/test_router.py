@@ -140,6 +140,8 @@ async def here(world: World) -> AsyncIterator[Here]:
         for fake in fakes:
             await here.publish(fake)
         await targets.start(PATIENCE_S)
+        while len(targets.leases()) < len(fakes):  # one may have been too slow to be met
+            await targets.refresh()
         yield here
         for fake in fakes:
             fake.gate.open()
