@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from galley.common.background import Background
 from galley.common.config.settings import OFF
 from galley.common.fair_threads import FairThreads
 from galley.common.logs import get_logger
@@ -344,9 +345,13 @@ async def _collect_garbage(streams: Streams) -> None:
 
 async def _follow_contention(shared: SharedStatistics, drafts: DraftPool, targets: TargetPool) -> None:
     """Note how much of the drafts' time is lost to targets on the same cores, as replicas come and go."""
-    while True:
+
+    async def read() -> None:
         shared.contention = contention(drafts.hosts(), targets.hosts())
-        await asyncio.sleep(_CONTENTION_S)
+
+    reading = Background("reading of contention", read)
+    await reading.run()
+    await reading.repeat(_CONTENTION_S)
 
 
 def _bind_http(settings: GatewaySettings, opened: AsyncExitStack) -> socket.socket | None:

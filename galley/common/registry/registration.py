@@ -12,6 +12,7 @@ from typing import Annotated, Any, Generic, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
+from galley.common.background import Background
 from galley.common.config.settings import ServiceSettings
 from galley.common.cores import usable_cores
 from galley.common.logs import get_logger
@@ -107,13 +108,14 @@ class Registration(Generic[LeaseT]):
         self._away = False
         self._replaced = False
         self._one_at_a_time = asyncio.Lock()
+        self._publication = Background("registration", self._publish)
         self._stopping = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._keep())
 
     async def drain(self) -> None:
         """Announce at once that no new sessions are accepted; return when Redis has it or is away."""
         self._draining = True
-        await self._publish()
+        await self._publication.run()
 
     async def close(self) -> None:
         if not self._stopping.done():
@@ -128,7 +130,7 @@ class Registration(Generic[LeaseT]):
 
     async def _keep(self) -> None:
         while not self._stopping.done():
-            await self._publish()
+            await self._publication.run()
             await asyncio.wait({self._stopping}, timeout=self._every_s)
 
     async def _publish(self) -> None:

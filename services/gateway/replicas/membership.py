@@ -15,6 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
+from galley.common.background import Background
 from galley.common.logs import get_logger
 from galley.common.registry.leases import LeasePool, LeaseT, ReplicaRegistry
 from galley.core.errors import GalleyError, TokenizerMismatch, Unavailable
@@ -136,6 +137,7 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
         self._refusals: dict[str, GalleyError] = {}
         self._problem = ""
         self._read_error = ""
+        self._refresh = Background(f"refresh of the {role}s", self._try_to_refresh)
         self._refreshing: asyncio.Task[None] | None = None
         self._polling: asyncio.Task[None] | None = None
 
@@ -173,7 +175,7 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
 
     def start_refresh(self) -> asyncio.Task[None]:
         if self._refreshing is None or self._refreshing.done():
-            self._refreshing = _in_background(self._refresh())
+            self._refreshing = _in_background(self._refresh.run())
         return self._refreshing
 
     def start_probe(self, replica: ReplicaT) -> None:
@@ -219,7 +221,7 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
             await asyncio.sleep(POLL_S)
             await self.start_refresh()  # not shielded: `close` ends both
 
-    async def _refresh(self) -> None:
+    async def _try_to_refresh(self) -> None:
         try:
             leases = await self._source.read()
         except GalleyError as error:

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import grpc
 
+from galley.common.logs import get_logger
 from galley.common.wire.codec import grammar_message, logprobs_from, sampling_message
 from galley.common.wire.status import error_type, item_error_type
 from galley.core.answer.answer import SessionSpec
@@ -48,6 +49,8 @@ _FATAL_STATUS = frozenset(
 
 _PIECE_TOKENS = 32 * 1024
 """Tokens that a message takes up before others get a turn: about 1 ms."""
+
+_log = get_logger(__name__)
 
 
 # ---------------------------------------------------------------------------------------- requests --
@@ -223,6 +226,12 @@ def failed_event(request_id: int, error: Exception, span: CallSpan) -> ev.Failed
     span.failed(error.code().name.lower())
     message = f"{error.code().name}: {error.details()}"
     return ev.Failed(request_id, message, retryable=error.code() not in _FATAL_STATUS)
+
+
+def broken_event(request_id: int, error: Exception) -> ev.Failed:
+    """Log an unexpected error of the gateway, and return the event that ends its session."""
+    _log.error("target request failed", exc_info=error)
+    return ev.Failed(request_id, f"its request raised {type(error).__name__}", retryable=False)
 
 
 def note_status(span: CallSpan, answer: pb.VerifyAnswer | pb.ProposeAnswer) -> None:

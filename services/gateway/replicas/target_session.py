@@ -271,14 +271,17 @@ class _Attempt:
         client = self.target.client
         try:
             self.sent = await client.verify(await self._item(), self, self._form)
+            self._sent_to = client.replica
+            for extension in self._extensions:
+                self.extend(extension)
         except TokenizerMismatch as error:
             self._report(self, [self.abandon(str(error), error_type(error))])
         except (grpc.aio.AioRpcError, Unavailable) as error:
             self.fail(error)
-        else:
-            self._sent_to = client.replica
-            for extension in self._extensions:
-                self.extend(extension)
+        except Exception as error:  # noqa: BLE001  # the session must not wait for ever
+            self._has_ended = True
+            self._span.failed(error_type(error))
+            self._report(self, [messages.broken_event(self._request_id, error)])
 
     def extend(self, request: ev.ExtendVerify) -> None:
         """Send an extension; ignored before the request was sent."""
@@ -372,11 +375,15 @@ class TargetRequest:
         self._close_attempt()
 
     async def _find(self) -> None:
-        target = await self._session.find(self._spec, self._request)
-        if target is None:
-            self._report([ev.Failed(self._request.request_id, self._session.problem(self._spec))])
-        else:
-            self._start(target)
+        try:
+            target = await self._session.find(self._spec, self._request)
+            if target is not None:
+                self._start(target)
+                return
+            failed = ev.Failed(self._request.request_id, self._session.problem(self._spec))
+        except Exception as error:  # noqa: BLE001  # the session must not wait for ever
+            failed = messages.broken_event(self._request.request_id, error)
+        self._report([failed])
 
     def _start(self, target: TargetReplica) -> None:
         self._attempt = self._new_attempt(target)

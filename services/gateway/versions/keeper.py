@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
+from galley.common.background import Background
 from galley.common.logs import get_logger
 from galley.core import names
 from galley.core.answer.answer import SessionSpec
@@ -87,7 +88,7 @@ class VersionKeeper:
     async def start(self) -> None:
         """Follow the store now, and then once a second."""
         await self.turn()
-        self._task = asyncio.create_task(self._follow())
+        self._task = asyncio.create_task(Background("reading of draft versions", self.turn).repeat(READ_S))
 
     def version_of(self, spec: SessionSpec) -> str:
         """Return the version that a session is given; empty for one that is given none by name."""
@@ -130,11 +131,6 @@ class VersionKeeper:
         with suppress(GalleyError):
             await self._flush()
         await self._store.close()
-
-    async def _follow(self) -> None:
-        while True:
-            await asyncio.sleep(READ_S)
-            await self.turn()
 
     async def _read(self) -> None:
         """Take over the state of the store. If it has none, give it the one that is known here."""

@@ -267,6 +267,24 @@ async def test_a_replica_renews_its_lease_with_its_load(
     await registration.close()
 
 
+async def test_a_replica_registers_again_after_an_unexpected_error(own_server: Server) -> None:
+    noted: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: noted.append(context["message"]))
+    registry = ReplicaRegistry(own_server.url, call_timeout_s=5)
+    failures = [ValueError("no such device")] * 2
+
+    def lease_after_failures() -> TargetLease:
+        if failures:
+            raise failures.pop()
+        return lease()
+
+    registration = start_registration(own_server.url, POOL, lease_after_failures, lease_s=0.3)
+    await until(registry, [("host:1", "life-1", False)])
+    assert noted == ["registration failed"], "once"
+    await registration.close()
+    await registry.close()
+
+
 async def test_a_replica_registers_again_after_the_store_was_killed(own_server: Server) -> None:
     registry = ReplicaRegistry(own_server.url, call_timeout_s=5)
     registration = start_registration(own_server.url, POOL, lease, lease_s=0.3)

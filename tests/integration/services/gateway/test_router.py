@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from galley.common.registry.leases import target_lease
 from galley.core import names
@@ -19,7 +20,7 @@ from galley.core.session import events as ev
 from galley.core.session.events import Replica
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import SECOND, MonotonicClock
-from services.gateway.replicas.clients import _Connection
+from services.gateway.replicas.clients import TargetClient, _Connection
 from services.gateway.replicas.delivery import DeliveryQueue, Recipient
 from services.gateway.replicas.requirements import TargetRequirements
 from services.gateway.replicas.target_session import TargetSession
@@ -28,20 +29,25 @@ from tests.fakes.fleet import BLOCK, Fleet
 from tests.fakes.replicas import MODEL, FakeTarget
 from tests.fakes.spans import KeptSpans, attributes_of, error_of, traced_here
 from tests.fakes.truth import SEED, VOCAB, true_output
-from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.waiting import PATIENCE_S, Watch
 from tests.fakes.world import PROMPT_TOKENS, SPEC, World
 
 
 class Leases:
-    can_change = False
-
-    def __init__(self, *empty_reads: int) -> None:
+    def __init__(self, *empty_reads: int, can_change: bool = False) -> None:
+        self.can_change = can_change
         self.leases: dict[str, TargetLease | None] = {}
         self.reads = 0
         self._empty_reads = empty_reads
 
+        self.error: Exception | None = None
+        self.watch = Watch()
+
     async def read(self) -> Mapping[str, TargetLease | None]:
         self.reads += 1
+        self.watch.changed()
+        if self.error is not None:
+            raise self.error
         return {} if self.reads in self._empty_reads else dict(self.leases)
 
     async def close(self) -> None:
@@ -382,6 +388,43 @@ async def test_all_sessions_leave_a_silent_replica(here: Here, monkeypatch: pyte
         for answers in await asyncio.gather(*(here.ask(session, confirmed(1)) for session in sessions)):
             assert isinstance(answers[-1], ev.Verified | ev.Failed)
     frozen.info_gate.open()
+
+
+async def test_the_pool_is_read_again_after_an_unexpected_error(
+    world: World, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: noted.append(context["message"]))
+    monkeypatch.setattr("services.gateway.replicas.membership.POLL_S", 0.01)
+    leases = Leases(can_change=True)
+    leases.leases = here.leases.leases
+    targets = pool_of(leases, world)
+    await targets.start(PATIENCE_S)
+    leases.error = ValueError("a lease that nobody expected")
+    reads = leases.reads
+    await leases.watch.until(lambda: leases.reads > reads + 2)
+    assert noted == ["refresh of the targets failed"], "once"
+    assert len(targets.leases()) == len(here.fakes), "the known ones stay"
+    await targets.close()
+
+
+@pytest.mark.parametrize("call", ["verify", "find"])
+async def test_an_unexpected_error_ends_the_request(
+    here: Here, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    async def fail(*_: object) -> None:
+        raise KeyError(call)
+
+    target = TargetSession(here.targets)
+    if call == "verify":
+        monkeypatch.setattr(TargetClient, "verify", fail)
+    else:
+        monkeypatch.setattr(target, "place", lambda *_: None)
+        monkeypatch.setattr(target, "find", fail)
+    with capture_logs() as logged:
+        [failed] = await here.ask(target, confirmed(0))
+    assert failed == ev.Failed(1, "its request raised KeyError", retryable=False)
+    assert [line["event"] for line in logged] == ["target request failed"]
 
 
 async def test_a_session_leaves_a_failing_replica(here: Here) -> None:
