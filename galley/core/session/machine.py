@@ -549,7 +549,7 @@ class Session:
             self._end_with(event.refusal or Broken(f"the target refused: {event.message}"))
         elif event.elsewhere:
             self._retry_target(now)
-        elif (retry_ns := self._verifying.next_retry_ns(now)) is None:
+        elif (retry_ns := self._verifying.next_retry_ns(now, self.spec.session_id)) is None:
             self._end_with(TargetUnavailable(f"no verdict from the target: {event.message}"))
         else:
             self.phase = Phase.BACKING_OFF

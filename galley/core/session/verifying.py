@@ -4,11 +4,13 @@
 2. The limit of a Verify is never lowered. ExtendVerify raises it once half of the credit is used.
 3. After a cache miss the request is repeated with more tokens. More than `MAX_MISSES` in a row are a failure.
 4. A failed target is retried with doubling delays, until `timeout_ns` have passed since its first failure
-   without a verdict.
+   without a verdict. Each delay is cut by up to half, so that sessions that failed together do not retry
+   together.
 """
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from itertools import islice
 
 from galley.core.answer.answer import Answer
@@ -272,12 +274,18 @@ class Verifying:
         self._misses = 0
         self.cache_len = 0
 
-    def next_retry_ns(self, now: int) -> int | None:
+    def next_retry_ns(self, now: int, session_id: str) -> int | None:
         """Return when to retry; None if the timeout, counted from the first failure, ends before."""
         if self._failing_since is None:
             self._failing_since = now
-        retry_ns = self._retry_ns
-        if now + retry_ns - self._failing_since >= self._timeout_ns:
+        delay_ns = self._retry_ns - int(_draw(session_id, now) * self._retry_ns / 2)
+        if now + delay_ns - self._failing_since >= self._timeout_ns:
             return None
-        self._retry_ns = min(2 * retry_ns, self._max_retry_ns)
-        return now + retry_ns
+        self._retry_ns = min(2 * self._retry_ns, self._max_retry_ns)
+        return now + delay_ns
+
+
+def _draw(session_id: str, now: int) -> float:
+    """Return a number in [0, 1) that differs between sessions, and is the same in each run."""
+    digest = blake2b(f"{session_id} {now}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") / 2**32

@@ -10,15 +10,16 @@ only the requests that it has.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
 
+from galley.common.shared_work import SharedWork
 from galley.common.tls.channels import generation_of
 from galley.common.wire.fields import varint
 from galley.core.errors import GalleyError, Unavailable
@@ -260,7 +261,7 @@ class _Connection(Generic[RequestT, ResponseT]):
         self._extensions: list[pb.Extension] = []
         self._work = asyncio.Event()
         # The tasks must not run in the context of the first session, which has its own span and log fields.
-        background = contextvars.Context()
+        background = Context()
         self._tasks = [
             asyncio.create_task(work, context=background.copy()) for work in (self._write(), self._read())
         ]
@@ -442,6 +443,8 @@ class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
         self._fault_in = fault_in
         self._on_met = on_met
         self._closes = 0
+        # Outside the context of the session that happens to be first, which has a span and log fields.
+        self._meeting = SharedWork(lambda: asyncio.create_task(self._meet_again(), context=Context()))
 
     async def _describe(self, timeout_s: float) -> pb.GetTargetInfoResponse:
         return await self._stub.GetTargetInfo(pb.GetTargetInfoRequest(), timeout=timeout_s)
@@ -457,13 +460,10 @@ class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
         if self.is_broken:
             self.lost()  # no request was open to notice
         if self._met is None or self.is_outdated:
-            # A silent target must not keep the request from another one, even if the request has more time.
-            remaining_s = item.slice.remaining_ns / SECOND
             closes = self._closes
-            await self.meet(min(remaining_s or MEET_TIMEOUT_S, MEET_TIMEOUT_S))
+            await self._meet_within(item.slice.remaining_ns / SECOND)
             if self._closes != closes:  # a stream that is opened now would never be closed
                 raise Unavailable(f"the connection to the target at {self.address} was closed")
-            self._on_met()
         if _ignores_grammar(item.slice, self.info.grammar_kinds):  # an earlier version came up there
             raise Unavailable(f"the target at {self.address} does not decode by this grammar")
         if item.parents and not self.info.trees:
@@ -472,6 +472,19 @@ class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
             item.want_features = True
             item.feature_layers.extend(form.layers)
         return self.open(item, receiver)
+
+    async def _meet_within(self, remaining_s: float) -> None:
+        """Meet the target with the other requests that wait for it; `remaining_s` is 0 for no deadline."""
+        try:
+            async with asyncio.timeout(remaining_s or None):
+                await self._meeting.done()
+        except TimeoutError as error:
+            raise Unavailable(f"the target at {self.address} has not described itself in time") from error
+
+    async def _meet_again(self) -> None:
+        # A silent target must not keep requests from another one, even if they have more time.
+        await self.meet(MEET_TIMEOUT_S)
+        self._on_met()
 
     async def close(self) -> None:
         """End the stream, and fail requests that wait for `meet`; later ones may open it again."""

@@ -390,6 +390,19 @@ async def test_all_sessions_leave_a_silent_replica(here: Here, monkeypatch: pyte
     frozen.info_gate.open()
 
 
+async def test_sessions_meet_a_lost_replica_together(here: Here) -> None:
+    sessions = [TargetSession(here.targets) for _ in range(4)]
+    for session in sessions:
+        target = session.place(SPEC, here.request(confirmed(0)))
+        assert target is not None
+        target.client.lost()
+    described = [fake.described for fake in here.fakes]
+    for [answer] in await asyncio.gather(*(here.ask(session, confirmed(0)) for session in sessions)):
+        assert isinstance(answer, ev.Verified)
+    met = [fake.described - before for fake, before in zip(here.fakes, described, strict=True)]
+    assert 1 <= sum(met) <= len(here.fakes)
+
+
 async def test_the_pool_is_read_again_after_an_unexpected_error(
     world: World, here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
