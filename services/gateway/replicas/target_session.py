@@ -335,10 +335,10 @@ class TargetRequest:
         self._attempt: _Attempt | None = None
         self._replica: Replica | None = None
         self._hedge: _Attempt | None = None
-        # The next response: since when it is awaited, when it is late, when the timer is to fire, and when it
-        # will, which may be earlier.
-        self._since_s = self._late_s = self._timer_s = self._armed_s = 0.0
-        self._predicted_ns = 0
+        self._hedge_expected = self._expected = (0.0, 0)
+        # The next response: when it is late, when the timer is to fire, and when it will, which may be
+        # earlier.
+        self._late_s = self._timer_s = self._armed_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         target = session.place(spec, request)
         self._finding = None if target is not None else asyncio.create_task(self._find())
@@ -452,19 +452,25 @@ class TargetRequest:
     # ------------------------------------------------------------------------------------- timer --
 
     def _expect(self, target: TargetReplica) -> None:
-        now_s = self._since_s = self._loop.time()
-        times = target.times
-        self._predicted_ns = predicted_ns = times.predicted_ns(target.rows_ahead)
-        limit_ns = self._session.timeout.limit_ns(times.slowed_ns(predicted_ns))
+        now_s, predicted_ns = self._expected = self._expectation(target)
+        limit_ns = self._session.timeout.limit_ns(target.times.slowed_ns(predicted_ns))
         self._late_s = now_s + limit_ns / SECOND
         hedge_ns = self._session.hedge_after_ns(target) if self._is_first else None
         self._set_timer(now_s, limit_ns if hedge_ns is None else min(limit_ns, hedge_ns))
 
+    def _expectation(self, target: TargetReplica) -> tuple[float, int]:
+        """Return from when on a response of `target` is awaited, and in how many ns it is predicted."""
+        return self._loop.time(), target.times.predicted_ns(target.rows_ahead)
+
+    def _waited_ns(self) -> int:
+        since_s, _ = self._expected
+        return int((self._loop.time() - since_s) * SECOND)
+
     def _responded(self, attempt: _Attempt) -> None:
-        target, now_s = attempt.target, self._loop.time()
-        waited_ns = int((now_s - self._since_s) * SECOND)
-        target.responded(now_s, attempt.rows)
-        target.times.record(self._predicted_ns, waited_ns)
+        target, waited_ns = attempt.target, self._waited_ns()
+        _, predicted_ns = self._expected
+        target.responded(self._loop.time(), attempt.rows)
+        target.times.record(predicted_ns, waited_ns)
         if self._is_first:
             target.times.record_first(waited_ns)
             self._is_first = False
@@ -507,7 +513,7 @@ class TargetRequest:
                 self._start_hedge(target)
             return left_ns
         if attempt.sent is None or not self._session.leave_late(
-            self._spec, self._request, target, self._since_s
+            self._spec, self._request, target, self._expected[0]
         ):
             return limit_ns
         reason = f"no response from {target.address} in {limit_ns / SECOND:.1f} s"
@@ -521,15 +527,17 @@ class TargetRequest:
         if other is None or self._hedge is not None:
             return
         self._hedge = self._new_attempt(other)
+        self._hedge_expected = self._expectation(other)
         request_observer().event(names.HEDGED, {names.POOL: "target", names.TO: other.address})
 
     def _switch_to(self, hedge: _Attempt) -> None:
         if self._attempt is not None:
+            # At least that long: without the slowest, the quantile that decides on hedges would sink.
+            self._attempt.target.times.record_first(self._waited_ns())
             self._attempt.abandon("another replica responded first", "cancelled")
         self._close_attempt()
         self._attempt, self._hedge = hedge, None
-        self._is_first = False  # how long its first response took is not known
-        self._expect(hedge.target)
+        self._expected = self._hedge_expected
         self._session.move_to(hedge.target, MOVE_HEDGED)
 
     def _drop_hedge(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -16,6 +17,7 @@ from galley.core import names
 from galley.core.answer.answer import SessionSpec
 from galley.core.content import block_hashes, prefix_hash
 from galley.core.routing.choice import TargetLease
+from galley.core.routing.lateness import VerdictTimes
 from galley.core.session import events as ev
 from galley.core.session.events import Replica
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -562,6 +564,26 @@ async def test_a_slow_first_verdict_is_hedged(here: Here, credit: int) -> None:
     assert len(other.calls) == call_count + 2, "it stays where it was answered"
     assert [it.open_requests for it in here.targets._replicas.values()] == [0, 0]
     assert [member.rows_ahead for member in here.targets._replicas.values()] == [0, 0]
+
+
+async def test_the_times_of_both_replicas_of_a_hedge_are_kept(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, home, other = await hedging(here, warm=True)
+    recorded: dict[VerdictTimes, int] = {}
+    monkeypatch.setattr(VerdictTimes, "record_first", lambda times, ns: recorded.update({times: ns}))
+    for fake in here.fakes:
+        fake.gate.close()
+    asking = asyncio.ensure_future(here.ask(target, confirmed(0)))
+    await other.called(len(other.calls) + 1)
+    began_ns = time.monotonic_ns()
+    await asyncio.sleep(0.05)
+    took_ns = time.monotonic_ns() - began_ns
+    other.gate.permit(1)
+    await asking
+    other.gate.open()
+    times = [here.targets._replicas[fake.address].times for fake in (home, other)]
+    assert min(recorded[of] for of in times) >= took_ns
 
 
 async def test_a_hedge_is_traced(here: Here) -> None:
