@@ -255,6 +255,8 @@ def _other_event(request_id: int, answer: pb.VerifyAnswer | pb.ProposeAnswer) ->
                 retryable=status.code in _RETRYABLE_STATUS,
                 refusal=_refusal(status),
             )
+        case "superseded":
+            return ev.Failed(request_id, "a newer request of the session superseded it")
         case outcome:
             return ev.Failed(request_id, f"unknown outcome {outcome}")
 

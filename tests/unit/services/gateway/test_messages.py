@@ -1,4 +1,4 @@
-"""What a draft that is not trusted says of its tokens."""
+"""What a replica's responses become: a draft is not trusted with what it says of its tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from galley.core.session import events as ev
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.gateway.replicas.messages import propose_event
+from services.gateway.replicas.messages import propose_event, verify_event
 
 REQUEST = ev.Propose(1, ev.Slice(0, (1, 2), b""), k=4, strategy="hybrid")
 
@@ -20,6 +20,12 @@ def proposed(*runs: tuple[str, int]) -> ev.Proposed:
     event = propose_event(REQUEST, pb.ProposeAnswer(result=result), pb.GetDraftInfoResponse())
     assert isinstance(event, ev.Proposed)
     return event
+
+
+def test_a_superseded_request_can_be_repeated() -> None:
+    event = verify_event(1, pb.VerifyAnswer(superseded=pb.Superseded(position=2)))
+    assert event == ev.Failed(1, "a newer request of the session superseded it")
+    assert event.retryable
 
 
 @pytest.mark.parametrize(
