@@ -126,6 +126,8 @@ MINUTES ?= 30
 # The number of mutants that `make mutate` draws with SEED; 0: all. ONLY: the begin of their keys.
 MUTANTS ?= 300
 ONLY ?=
+# The engine of the targets of `make chaos`: paged or vllm.
+ENGINE ?= paged
 # The protocol of the second principal of `make prove-attacks`: grpc or http.
 PROTOCOL ?= grpc
 
@@ -194,8 +196,8 @@ prove-scale: setup ## run 100,000 answers over 100 gateways, 20 drafts and 50 ta
 simulate: setup ## run 200,000 schedules of faults on virtual time (SCHEDULES, SEED, WORKERS)
 	@$(BIN)/python -m tests.simulation.run --schedules $(SCHEDULES) --seed $(SEED) --workers $(WORKERS)
 
-chaos: setup ## disturb processes, links and the store under 16 streams, with 700 kills and 300 cuts; no token may be lost or doubled
-	@$(BIN)/python -m tests.chaos.run
+chaos: setup $(if $(filter vllm,$(ENGINE)),venv-vllm) ## disturb processes, links and the store under 16 streams, with 700 kills and 300 cuts; no token may be lost or doubled (ENGINE)
+	@$(BIN)/python -m tests.chaos.run --engine "$(ENGINE)"
 
 mutate: setup ## run the tests against a sample of mutants of core and gateway; list those that no test notices (MUTANTS, SEED, WORKERS, ONLY)
 	@$(BIN)/python -m tests.mutation.run --mutants $(MUTANTS) --seed $(SEED) --workers $(WORKERS) --only "$(ONLY)"

@@ -40,11 +40,35 @@ LONGEST_GIVE_UP_S = max(
 _KEEPALIVE_S = 15.0
 """The time that a ping of gRPC may be unanswered (`galley.common.tls.channels`)."""
 
-_KILLED = {"gateway": 6, "draft": 6, STORE: 7, "target": 1}
-"""Shares of the pools among kills; the restart of a target is slowest."""
 _EVENTS = {(KILL,): 120, (KILL, CUT): 202, (KILL, KILL): 190, (CUT,): 60, (CUT, CUT): 20, (): 75}
 """Shares of the events; () is any other disturbance."""
-DEFAULT_COUNT = sum(_EVENTS.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much is done to a stack whose targets have one engine: `events` events by default.
+
+    `killed` has the shares of the pools among kills. A whole run has at least `kills` kills, `target_kills`
+    of them of targets, and `cuts` cut links. A stream counts as lost after `patience_s` without a token.
+    """
+
+    events: int
+    killed: Mapping[str, int]
+    kills: int
+    target_kills: int
+    cuts: int
+    patience_s: float
+
+
+PLANS = {
+    "paged": Plan(
+        sum(_EVENTS.values()), {"gateway": 6, "draft": 6, STORE: 7, "target": 1}, 700, 1, 300, 120.0
+    ),
+    # A target takes half a minute to start with vLLM, and longer if both were killed.
+    "vllm": Plan(60, {"gateway": 5, "draft": 4, STORE: 4, "target": 3}, 60, 10, 25, 300.0),
+}
+"""The plan by the engine of the targets, whose restart is slowest."""
+
 
 _STOPPED_S = (0.2, 3.0)
 _LINK_S = (0.5, 2.0)
@@ -131,13 +155,15 @@ _OTHERS: list[_Kind] = [
 ALL: frozenset[_Kind] = frozenset([*(((part,), KILL) for part in PARTS), *_OF_CUTS, *_OTHERS])
 
 
-def events(count: int, seed: int) -> list[Event]:
+def events(count: int, seed: int, plan: Plan) -> list[Event]:
     """Return events, the same for the same seed; all kinds of cuts, and of others, occur equally often."""
     chance = Random(seed)
     planned = list(
-        _spread({kinds: ceil(count * _EVENTS[kinds] / DEFAULT_COUNT) for kinds in _EVENTS}, chance)
+        _spread(
+            {kinds: ceil(count * share / sum(_EVENTS.values())) for kinds, share in _EVENTS.items()}, chance
+        )
     )
-    kills = _kills(sum(kinds.count(KILL) for kinds in planned) + len(PARTS), chance)
+    kills = _kills(sum(kinds.count(KILL) for kinds in planned) + len(PARTS), plan.killed, chance)
     cuts, others = _endless(_OF_CUTS, chance), _endless(_OTHERS, chance)
     made = []
     for kinds in planned:
@@ -156,8 +182,8 @@ def _spread(counts: Mapping[K, int], chance: Random) -> list[K]:
     return [key for _, key in sorted(places, key=lambda place: place[0])]
 
 
-def _kills(count: int, chance: Random) -> list[str]:
-    counts = {pool: ceil(count * share / sum(_KILLED.values())) for pool, share in _KILLED.items()}
+def _kills(count: int, shares: Mapping[str, int], chance: Random) -> list[str]:
+    counts = {pool: ceil(count * share / sum(shares.values())) for pool, share in shares.items()}
     pools = {pool: [part for part in PARTS if pool_of(part) == pool] for pool in POOLS}
     return [chance.choice(pools[pool]) for pool in _spread(counts, chance)]
 

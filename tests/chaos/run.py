@@ -1,10 +1,15 @@
 """Disturb every process and link of a stack, and its store's file and clock, under streams: `make chaos`.
 
-The tokens of sixteen streams are compared with those of an undisturbed run; none may be lost or doubled. The
-run measures how long the slowest stream waits for its next token after each kind of event, writes it to
-bench/results/chaos.json, and prints a line for each goal. The same seed gives the same events; one that needs
-a pool in which a process restarts is put off. The exit status is 1 if a stream differs, is lost, or waits for
-longer than two minutes; a missed goal does not change it.
+The tokens of sixteen streams are compared with those of an undisturbed run without speculation, one stream
+at a time; none may be lost or doubled. The run measures how long the slowest stream waits for its next token
+after each kind of event, writes it to bench/results/chaos.json, and prints a line for each goal. The same
+seed gives the same events; one that needs a pool in which a process restarts is put off. The exit status is
+1 if a stream differs, is lost, or waits for longer than two minutes; a missed goal does not change it.
+
+With `--engine vllm` the targets run their model in vLLM, events are fewer, a stream may wait for five
+minutes, and the record is bench/results/chaos-vllm.json. vLLM's answers are its own undisturbed ones,
+compared token by token. That is exact where a target measured that the bits of a token do not depend on its
+step, as it does in float32 on the CPU; `deterministic` of the record is what the targets measured.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from typing import Any
 
 from bench.harness import BENCH, commit, machine, result_path, write_record
 from tests.chaos import packets
-from tests.chaos.disturbances import CLOCK, CUTS, DAMAGES, DEFAULT_COUNT, KILL, Event, count_of, events
+from tests.chaos.disturbances import CLOCK, CUTS, DAMAGES, KILL, PLANS, Event, count_of, events
 from tests.chaos.goals import goals, p95
 from tests.chaos.http_streams import HttpStream
 from tests.chaos.trial import Measured, Trial, save_model, trial
@@ -33,20 +38,12 @@ NO_CLOCK = "none: libfaketime is not installed"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit status: 0 if no stream was harmed, else 1."""
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos.run", description=__doc__)
-    parser.add_argument("--count", type=int, default=DEFAULT_COUNT, help="events of one or two disturbances")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="when to stop")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--max-tokens", type=int, default=300)
-    parser.add_argument("--logs", type=Path, help="where to keep what the parts say")
-    parser.add_argument("--results", type=Path, default=BENCH / "results")
-    given = parser.parse_args(argv)
+    given = parsed(argv)
     if packets.is_usable() and not packets.is_isolated():
         packets.isolate(["-m", "tests.chaos.run", *(sys.argv[1:] if argv is None else argv)])
     with tempfile.TemporaryDirectory(prefix="galley-chaos-") as folder:
         record = asyncio.run(run(Path(folder), given))
-    path = result_path("chaos", given.results)
+    path = result_path(record["name"], given.results)
     write_record(path, record)
     print(f"{'held' if record['held'] else 'FAILED: ' + record['problem']}; written to {path}")
     print("goal | what | measured | bound | met")
@@ -55,17 +52,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if record["held"] else 1
 
 
+def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options; those that depend on the engine are filled in."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.run", description=__doc__)
+    parser.add_argument("--engine", choices=sorted(PLANS), default="paged", help="engine of the targets")
+    parser.add_argument(
+        "--count", type=int, help="events of one or two disturbances (default: 667, with vllm 60)"
+    )
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="when to stop")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int, default=300)
+    parser.add_argument("--logs", type=Path, help="where to keep what the parts say")
+    parser.add_argument("--results", type=Path, default=BENCH / "results")
+    given = parser.parse_args(argv)
+    if given.count is None:
+        given.count = PLANS[given.engine].events
+    return given
+
+
+def record_name(engine: str) -> str:
+    """Return the name of the record of a run, one for each engine."""
+    return "chaos" if engine == "paged" else f"chaos-{engine}"
+
+
 async def run(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Run all disturbances and return the record of the run."""
     (folder / "model").mkdir()
     model = save_model(folder / "model")
-    planned = events(given.count, given.seed)
+    plan = PLANS[given.engine]
+    planned = events(given.count, given.seed, plan)
     measured: list[Measured] = []
     problem = ""
     where, about = commit(), machine()
     async with trial(
-        model, given.streams, given.max_tokens, given.seed, given.logs or folder / "logs"
+        model, given.streams, given.max_tokens, given.seed, given.logs or folder / "logs", given.engine
     ) as under:
+        is_deterministic = await under.is_deterministic()
         await under.learn()
         under.start()
         began_s = time.monotonic()
@@ -84,7 +107,7 @@ async def run(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
         answers = sum(stream.answers for stream in under.streams)
         tokens = sum(stream.tokens for stream in under.streams)
     return {
-        "name": "chaos",
+        "name": record_name(given.engine),
         "commit": where,
         "machine": about,
         "options": {
@@ -92,9 +115,12 @@ async def run(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
         },
         "held": not problem,
         "problem": problem,
-        "goals": [dataclasses.asdict(goal) for goal in goals(measured, given.streams, answers, problem)],
+        "goals": [
+            dataclasses.asdict(goal) for goal in goals(measured, plan, given.streams, answers, problem)
+        ],
         "minutes": round(took_s / 60, 1),
         **_counts(measured, under),
+        "deterministic": is_deterministic,
         "whole_answers": answers,
         "tokens_compared": tokens,
         "seconds_to_the_next_token_of_the_slowest_stream": _summaries(
@@ -126,6 +152,7 @@ def _counts(measured: Sequence[Measured], under: Trial) -> dict[str, Any]:
             stream.resumed for stream in under.streams if isinstance(stream, HttpStream)
         ),
         "clients_that_gave_up_and_resumed": sum(stream.given_up for stream in under.streams),
+        "changes_of_build": sum(stream.rebuilt for stream in under.streams),
         "answers_ended_after_damage_or_clock_steps": dict(ended),
     }
 

@@ -17,13 +17,11 @@ from galley.client.errors import GalleyRpcError
 from galley.client.options import GenerateOptions, Retries, Speculation
 from galley.client.streams import AsyncStream
 from galley.core.names import NGRAM
-from tests.chaos.disturbances import CLIENT_PATIENCE_S
+from tests.chaos.disturbances import CLIENT_PATIENCE_S, PLANS
 from tests.fakes.tiny_model import VOCAB
 from tests.fakes.waiting import Watch
 
 PROMPT_TOKENS = 24
-PATIENCE_S = 120.0
-"""Longest time without a token, after which a stream counts as lost."""
 _RETRIES = Retries(CLIENT_PATIENCE_S, CLIENT_PATIENCE_S, longest_pause_s=0.5)
 _GIVEN_UP = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
 
@@ -60,7 +58,8 @@ class Stream:
 
     Each answer has a client of its own, which tries the first of `gateways` again even if it had died before.
     Once the client has given up, the session is resumed as an application does. No other error is forgiven,
-    except those that `may_end` names: then the answer counts as `ended`, and another one is requested.
+    except those that `may_end` names: then the answer counts as `ended`, and another one is requested. After
+    `patience_s` without a token the stream counts as lost. `rebuilt` counts changes of the target build.
     """
 
     prompt: list[int]
@@ -74,14 +73,17 @@ class Stream:
     asked_s: list[float] = field(default_factory=list)
     over: bool = False
     given_up: int = 0
+    rebuilt: int = 0
+    patience_s: float = PLANS["paged"].patience_s
     ended: Counter[str] = field(default_factory=Counter)
     _ends: frozenset[grpc.StatusCode] = frozenset()
     watch: Watch = field(default_factory=Watch)
 
     async def learn(self) -> None:
-        """Read the reference; call it while nothing is disturbed."""
+        """Read the reference, without speculation; call it while nothing is disturbed."""
+        options: GenerateOptions = {**self.options, "speculation": Speculation(off=True)}
         async with self._client() as client:
-            stream = client.stream(self.prompt, **self.options)
+            stream = client.stream(self.prompt, **options)
             texts = [event.chunk.text async for event in stream]
             self.reference, self.reference_text = list(stream.tokens), "".join(texts)
 
@@ -128,6 +130,7 @@ class Stream:
     async def _hear(self, stream: AsyncStream) -> None:
         async for event in stream:
             if not event.chunk.token_ids:
+                self.rebuilt += event.HasField("numerics_changed")
                 continue
             end = len(stream.tokens)
             start = end - len(event.chunk.token_ids)
@@ -141,7 +144,7 @@ class Stream:
 
     async def heard_after(self, since_s: float) -> None:
         """Wait for a token that arrives after `since_s`. Raise TimeoutError."""
-        await self.watch.until(lambda: self.heard_s[-1] > since_s, PATIENCE_S)
+        await self.watch.until(lambda: self.heard_s[-1] > since_s, self.patience_s)
 
     def forget(self, before_s: float) -> None:
         """Drop the times of tokens and requests before `before_s`, except that of the last token."""

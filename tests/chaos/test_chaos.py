@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,26 +16,29 @@ from tests.chaos.disturbances import (
     CUT_REQUESTS,
     CUT_RESPONSES,
     CUTS,
-    DEFAULT_COUNT,
     DELAY,
     FLIP,
     KILL,
     LONGEST_GIVE_UP_S,
     LOSS,
+    PLANS,
     RESET,
     STOP,
     TERM,
     TRUNCATE,
     Disturbance,
+    Plan,
     count_of,
     events,
     killed,
+    pool_of,
 )
-from tests.chaos.goals import CUT_LINKS, KILLS, goals
+from tests.chaos.goals import goals
 from tests.chaos.http_streams import HttpStream
 from tests.chaos.links import GATEWAYS
+from tests.chaos.run import parsed, record_name
 from tests.chaos.streams import longest_wait, longest_within, options, prompts, usual_wait
-from tests.chaos.trial import Measured, Trial, save_model, trial
+from tests.chaos.trial import Measured, Trial, save_model, stack_options, trial
 
 pytestmark = pytest.mark.timeout(300)
 on_one_loop = pytest.mark.asyncio(loop_scope="module")
@@ -161,16 +165,47 @@ async def test_every_stream_was_its_reference(under: Trial) -> None:
     assert all(stream.answers for stream in under.streams)
 
 
+PAGED, VLLM = PLANS["paged"], PLANS["vllm"]
+
+
 def test_the_same_seed_disturbs_the_same() -> None:
-    assert events(500, seed=3) == events(500, seed=3)
-    assert events(500, seed=3) != events(500, seed=4)
+    assert events(500, 3, PAGED) == events(500, 3, PAGED)
+    assert events(500, 3, PAGED) != events(500, 4, PAGED)
+
+
+@pytest.mark.parametrize("plan", [PAGED, VLLM])
+def test_a_run_reaches_its_numbers_of_kills_and_cuts(plan: Plan) -> None:
+    planned = events(plan.events, 3, plan)
+    targets = [one for event in planned for one in event if pool_of(one.where[0]) == "target"]
+    assert count_of(planned, {KILL}) >= plan.kills
+    assert sum(one.what == KILL for one in targets) >= plan.target_kills
+    assert count_of(planned, CUTS) >= plan.cuts
+
+
+def test_targets_that_start_slowly_are_killed_less_often_in_all_and_more_often_in_proportion() -> None:
+    assert VLLM.events < PAGED.events
+    assert VLLM.target_kills / VLLM.kills > PAGED.target_kills / PAGED.kills
+    assert parsed([]).count == PAGED.events
+    assert parsed(["--engine", "vllm"]).count == VLLM.events
+    assert parsed(["--engine", "vllm", "--count", "7"]).count == 7
+
+
+def test_each_engine_has_a_record_of_its_own() -> None:
+    assert {engine: record_name(engine) for engine in PLANS} == {"paged": "chaos", "vllm": "chaos-vllm"}
+
+
+def test_targets_run_the_engine_that_was_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tests.chaos.trial.find_vllm_python", lambda _: "/vllm/bin/python")
+    with_vllm, paged = (stack_options(tmp_path, tmp_path, engine) for engine in ("vllm", "paged"))
+    assert (with_vllm.engine, with_vllm.target_python) == ("vllm", "/vllm/bin/python")
+    assert (paged.engine, paged.target_python) == ("paged", sys.executable)
+    assert with_vllm.dtype == paged.dtype == "float32"
+    assert with_vllm.replicas > 1
 
 
 def test_all_is_done_to_all() -> None:
-    planned = events(DEFAULT_COUNT, seed=3)
+    planned = events(PAGED.events, 3, PAGED)
     assert {(one.where, one.what) for event in planned for one in event} == ALL
-    assert count_of(planned, {KILL}) >= KILLS
-    assert count_of(planned, CUTS) >= CUT_LINKS
     assert all(len({one.where for one in event}) == len(event) for event in planned)
     for what in CUTS:
         assert any(one.is_long for event in planned for one in event if one.what == what)
@@ -193,7 +228,7 @@ def test_goals_are_of_every_kill_and_not_of_their_middle() -> None:
 
     some = [measured("target", 0.5), measured("target", 3.5), measured("gateway-2", 2.9)]
     some += [measured("valkey", 2.5, 1.6), measured("draft", 0.02)]
-    met = {goal.name: goal.met for goal in goals(some, 16, 100, "")}
+    met = {goal.name: goal.met for goal in goals(some, PAGED, 16, 100, "")}
     assert met == {
         "kills": False,
         "cuts": False,
@@ -203,4 +238,14 @@ def test_goals_are_of_every_kill_and_not_of_their_middle() -> None:
         "store-killed": True,
         "draft-killed": True,
     }
-    assert not {goal.name: goal.met for goal in goals(some, 16, 100, "WrongToken")}["streams"]
+    assert not {goal.name: goal.met for goal in goals(some, PAGED, 16, 100, "WrongToken")}["streams"]
+
+
+def test_enough_kills_without_enough_of_targets_miss_the_goal() -> None:
+    def met(targets: int) -> bool:
+        parts = ["target"] * targets + ["gateway", "draft", "valkey"] * VLLM.kills
+        some = [Measured((killed(part),), (0.1,), 0.1, 0.1, 0.03) for part in parts]
+        return next(goal.met for goal in goals(some, VLLM, 16, 100, "") if goal.name == "kills")
+
+    assert met(VLLM.target_kills)
+    assert not met(VLLM.target_kills - 1)

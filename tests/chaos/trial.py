@@ -1,16 +1,17 @@
 """A full stack of processes under streams; each disturbance of it is measured and undone.
 
-The stack has two gateways, two targets, two drafts and a Valkey. Every link between them, and from the
-streams' clients, is behind a relay; every third stream goes by HTTP, over the same link. An event strikes a
-process (SIGKILL; SIGTERM; SIGSTOP, later SIGCONT), a link (delay, loss, reset, cuts of one direction or
-both), the store's file or its clock; or two of these at once. A process that died alone is restarted once
-every stream continues without it; the store, and whatever died together with something else, at once. The
-next event waits for a restart only in the same pool, so that there is a replica to stand in.
+The stack has two gateways, two targets of one engine, two drafts and a Valkey. Every link between them, and
+from the streams' clients, is behind a relay; every third stream goes by HTTP, over the same link. An event
+strikes a process (SIGKILL; SIGTERM; SIGSTOP, later SIGCONT), a link (delay, loss, reset, cuts of one
+direction or both), the store's file or its clock; or two of these at once. A process that died alone is
+restarted once every stream continues without it; the store, and whatever died together with something else,
+at once. The next event waits for a restart only in the same pool, so that there is a replica to stand in.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -22,6 +23,8 @@ from typing import Any, TypeVar
 
 import grpc
 
+from galley.client.client import AsyncClient
+from galley.stack.parts import find_vllm_python
 from galley.stack.stack import Stack, StackOptions
 from services.gateway.replicas.membership import POLL_S
 from tests.chaos.disturbances import (
@@ -29,6 +32,7 @@ from tests.chaos.disturbances import (
     FLIP,
     GIVE_UPS,
     KILL,
+    PLANS,
     POOLS,
     TERM,
     TRUNCATE,
@@ -43,7 +47,6 @@ from tests.chaos.links import GATEWAYS, REPLICAS, STORE, Links
 from tests.chaos.packets import PacketFilter, is_isolated
 from tests.chaos.store_files import StoreClock
 from tests.chaos.streams import (
-    PATIENCE_S,
     Stream,
     longest_wait,
     longest_within,
@@ -111,8 +114,14 @@ class Trial:
         self._mending: dict[str, asyncio.Task[None]] = {}
 
     async def learn(self) -> None:
-        """Read the reference of each stream; call it while nothing is disturbed."""
-        await asyncio.gather(*(stream.learn() for stream in self.streams))
+        """Read the reference of each stream, one at a time; call it while nothing is disturbed."""
+        for stream in self.streams:
+            await stream.learn()
+
+    async def is_deterministic(self) -> bool:
+        """Return what the targets have measured: the bits of a token do not depend on its step."""
+        async with AsyncClient(self.links.fronts) as client:
+            return (await client.model_info()).deterministic
 
     def start(self) -> None:
         self._running = [asyncio.create_task(stream.run()) for stream in self.streams]
@@ -123,7 +132,7 @@ class Trial:
             await self._unless_one_fails(self._whole(frozenset(POOLS)))
         for stream in self.streams:
             stream.over = True
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(max(stream.patience_s for stream in self.streams)):
             await asyncio.gather(*self._running)
 
     async def stop(self) -> None:
@@ -233,25 +242,11 @@ def _pools_of(event: Event) -> frozenset[str]:
 
 
 @asynccontextmanager
-async def trial(model: Path, streams: int, max_tokens: int, seed: int, log_dir: Path) -> AsyncIterator[Trial]:
+async def trial(
+    model: Path, streams: int, max_tokens: int, seed: int, log_dir: Path, engine: str = "paged"
+) -> AsyncIterator[Trial]:
     """Yield a running stack that serves `model`, with its streams, which have not started."""
-    asked = StackOptions(
-        model=str(model),
-        draft_model="none",
-        dtype="float32",
-        http_port=0,
-        gateways=2,
-        replicas=2,
-        drafts=2,
-        log_dir=log_dir,
-        extra_args={
-            # A restarted store then loads the sessions of a minute, not those of the whole run.
-            "gateway": ("--finished-ttl-s", "60", *(f"{flag}={s}" for flag, s in GIVE_UPS.items())),
-            # By default a killed store may lose what it acknowledged while it was syncing its file. If the
-            # owner is killed at the same time, nobody writes a new session again.
-            "valkey": ("--appendfsync", "always"),
-        },
-    )
+    asked = stack_options(model, log_dir, engine)
     async with AsyncExitStack() as opened:
         links = await opened.enter_async_context(Links(seed, StoreClock(log_dir / "clock")))
         stack = Stack(asked, parts=links.parts)
@@ -259,10 +254,39 @@ async def trial(model: Path, streams: int, max_tokens: int, seed: int, log_dir: 
         await opened.enter_async_context(stack)
         given = enumerate(prompts(streams, seed))
         made = [stream_of(links, number, prompt, max_tokens) for number, prompt in given]
+        for stream in made:
+            stream.patience_s = PLANS[engine].patience_s
         packets = PacketFilter() if is_isolated() else None
         running = Trial(stack, links, made, Strikes(stack, links, packets))
         opened.push_async_callback(running.stop)
         yield running
+
+
+def stack_options(model: Path, log_dir: Path, engine: str) -> StackOptions:
+    """Return the options of the stack. Raise ValueError if no interpreter has vLLM that `engine` needs."""
+    with_vllm = engine == "vllm"
+    return StackOptions(
+        model=str(model),
+        draft_model="none",
+        dtype="float32",
+        http_port=0,
+        gateways=2,
+        replicas=2,
+        drafts=2,
+        engine=engine,
+        vllm_args='{"block_size": 32}' if with_vllm else "",
+        target_python=find_vllm_python(None) if with_vllm else sys.executable,
+        log_dir=log_dir,
+        extra_args={
+            # A restarted store then loads the sessions of a minute, not those of the whole run.
+            "gateway": ("--finished-ttl-s", "60", *(f"{flag}={s}" for flag, s in GIVE_UPS.items())),
+            # By default a killed store may lose what it acknowledged while it was syncing its file. If the
+            # owner is killed at the same time, nobody writes a new session again.
+            "valkey": ("--appendfsync", "always"),
+            # vLLM allocates all of it at the start.
+            "target": ("--kv-memory-mb", "64", "--max-sessions", "32") if with_vllm else (),
+        },
+    )
 
 
 def stream_of(links: Links, number: int, prompt: list[int], max_tokens: int) -> Stream:
