@@ -65,7 +65,7 @@ PLANS = {
         sum(_EVENTS.values()), {"gateway": 6, "draft": 6, STORE: 7, "target": 1}, 700, 1, 300, 120.0
     ),
     # A target takes half a minute to start with vLLM, and longer if both were killed.
-    "vllm": Plan(60, {"gateway": 5, "draft": 4, STORE: 4, "target": 3}, 60, 10, 25, 300.0),
+    "vllm": Plan(60, {"gateway": 5, "draft": 4, STORE: 4, "target": 3}, 50, 10, 20, 300.0),
 }
 """The plan by the engine of the targets, whose restart is slowest."""
 

@@ -22,7 +22,7 @@ _SILENT_S = 5.0
 """The longest time that a client waits for bytes before it takes its connection for broken."""
 _PAUSE_S = 0.2
 _Request: TypeAlias = AbstractAsyncContextManager[httpx2.Response]
-_RETRIED = frozenset({grpc.StatusCode.UNAVAILABLE})
+_RETRIED = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
 
 
 class HttpError(Exception):
@@ -75,6 +75,7 @@ class HttpStream(Stream):
                         return
                     if error.code not in _RETRIED:
                         raise
+                    self.refused += error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
                     await asyncio.sleep(_PAUSE_S)
                 else:
                     break

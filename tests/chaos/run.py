@@ -152,6 +152,7 @@ def _counts(measured: Sequence[Measured], under: Trial) -> dict[str, Any]:
             stream.resumed for stream in under.streams if isinstance(stream, HttpStream)
         ),
         "clients_that_gave_up_and_resumed": sum(stream.given_up for stream in under.streams),
+        "calls_refused_by_a_busy_gateway": sum(stream.refused for stream in under.streams),
         "changes_of_build": sum(stream.rebuilt for stream in under.streams),
         "answers_ended_after_damage_or_clock_steps": dict(ended),
     }

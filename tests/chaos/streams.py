@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -56,9 +57,10 @@ def options(max_tokens: int, number: int) -> GenerateOptions:
 class Stream:
     """A stream under disturbance.
 
-    Each answer has a client of its own, which tries the first of `gateways` again even if it had died before.
-    Once the client has given up, the session is resumed as an application does. No other error is forgiven,
-    except those that `may_end` names: then the answer counts as `ended`, and another one is requested. After
+    Each answer has a client of its own, which tries the first of `gateways` again even if it had died
+    before. Once the client has given up, the session is resumed as an application does. A call that a busy
+    gateway refused, before any work, is repeated and counts as `refused`. No other error is forgiven, except
+    those that `may_end` names: then the answer counts as `ended`, and another one is requested. After
     `patience_s` without a token the stream counts as lost. `rebuilt` counts changes of the target build.
     """
 
@@ -73,6 +75,7 @@ class Stream:
     asked_s: list[float] = field(default_factory=list)
     over: bool = False
     given_up: int = 0
+    refused: int = 0
     rebuilt: int = 0
     patience_s: float = PLANS["paged"].patience_s
     ended: Counter[str] = field(default_factory=Counter)
@@ -109,9 +112,13 @@ class Stream:
                     self.ended[error.code.name] += 1
                     return
                 waited_s = time.monotonic() - max(asked_s, self.heard_s[-1])
-                if error.code not in _GIVEN_UP or waited_s < CLIENT_PATIENCE_S - _RETRIES.longest_pause_s:
+                if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    self.refused += 1
+                    await asyncio.sleep(error.retry_after_s or _RETRIES.longest_pause_s)
+                elif error.code in _GIVEN_UP and waited_s >= CLIENT_PATIENCE_S - _RETRIES.longest_pause_s:
+                    self.given_up += 1
+                else:
                     raise
-                self.given_up += 1
                 if stream.session_id:
                     stream = client.resume_stream(stream)
                 else:

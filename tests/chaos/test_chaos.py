@@ -5,11 +5,17 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
+import grpc
 import pytest
 import pytest_asyncio
 
+from galley.client.client import AsyncClient
+from galley.client.errors import ResourceExhaustedError
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.chaos.disturbances import (
     ALL,
     CUT,
@@ -37,7 +43,7 @@ from tests.chaos.goals import goals
 from tests.chaos.http_streams import HttpStream
 from tests.chaos.links import GATEWAYS
 from tests.chaos.run import parsed, record_name
-from tests.chaos.streams import longest_wait, longest_within, options, prompts, usual_wait
+from tests.chaos.streams import Stream, longest_wait, longest_within, options, prompts, usual_wait
 from tests.chaos.trial import Measured, Trial, save_model, stack_options, trial
 
 pytestmark = pytest.mark.timeout(300)
@@ -209,6 +215,33 @@ def test_all_is_done_to_all() -> None:
     assert all(len({one.where for one in event}) == len(event) for event in planned)
     for what in CUTS:
         assert any(one.is_long for event in planned for one in event if one.what == what)
+
+
+@dataclass
+class _SaturatedOnce:
+    """A client whose first call is refused; it answers the second."""
+
+    calls: int = 0
+    tokens: list[int] = field(default_factory=list)
+    session_id: str = "s"
+    finished: bool | None = None
+
+    def stream(self, *_: object, **__: object) -> Any:
+        self.calls += 1
+        return self
+
+    async def __aiter__(self) -> AsyncIterator[pb.StreamEvent]:
+        if self.calls == 1:
+            self.session_id = ""
+            raise ResourceExhaustedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "saturated", (), 0.001)
+        self.tokens, self.finished = [7, 8], True
+        yield pb.StreamEvent(chunk=pb.Chunk(token_ids=self.tokens))
+
+
+async def test_a_call_that_a_busy_gateway_refuses_is_repeated_and_counted() -> None:
+    stream = Stream([3], options(2, 0), ("gateway",), reference=[7, 8])
+    await stream._answer_by(cast("AsyncClient", _SaturatedOnce()))
+    assert (stream.answers, stream.refused, stream.given_up) == (1, 1, 0)
 
 
 def test_waits_are_counted_from_the_strike_and_to_their_end() -> None:
