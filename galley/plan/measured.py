@@ -1,4 +1,4 @@
-"""Read the acceptance, the row costs and the draft's cost from what `galley bench --json` printed."""
+"""Read a plan's inputs from what `galley bench --json` printed, and from the log of a target."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from galley.core.cost.model import RowCostCurve
 from galley.core.errors import GalleyError
 
 AUTO = "auto"
+_STEPS = "steps measured"
+_OF_STEPS = ("step_ms", "row_costs", "kv_tokens", "block_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,22 @@ def read_measured(path: Path, workload: str = "") -> Measured:
         raise ValueError(f"{path}: {error}") from None
     except (ValueError, KeyError, TypeError, ArithmeticError, GalleyError, RecursionError) as error:
         raise ValueError(f"{path}: must be what `galley bench --json` printed: {error!r}") from error
+
+
+def read_target_log(path: Path) -> dict[str, Any]:
+    """Return the fields of `TargetSize` that a target logged at its last start, which either engine measures.
+
+    Raises ValueError if the log, in JSON lines, has none, or OSError.
+    """
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for line in reversed([line for line in lines if _STEPS in line]):
+        try:
+            record = json.loads(line[line.index("{") :])  # `galley logs` puts the part before it
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and record.get("event") == _STEPS:
+            return {name: record[name] for name in _OF_STEPS if name in record}
+    raise ValueError(f"{path}: must be a target's log in JSON lines, with `{_STEPS}`")
 
 
 def _measured(record: Mapping[str, Any], workload: str) -> Measured:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path  # Typer reads the annotation
@@ -44,7 +45,7 @@ from galley.plan.capacity import (
     load_of_streams,
 )
 from galley.plan.capacity import capacity as capacity_of
-from galley.plan.measured import Measured, read_measured
+from galley.plan.measured import Measured, read_measured, read_target_log
 
 T = TypeVar("T")
 
@@ -55,7 +56,7 @@ _BAR_CELLS = 24
 _TEXTBOOK_CONFIRMED = 3.0
 _TEXTBOOK_RATIO = 6.0
 _MAX_K = 16
-_CAPACITY, _STREAMS = "--capacity", "--streams"
+_CAPACITY, _STREAMS, _TARGET_LOG = "--capacity", "--streams", "--target-log"
 _GIB = 2**30
 _TABLES = ("load", "target", "draft", "spares", "tiers")
 _GATEWAY_BOUNDS = {"sessions": "open sessions", "cpu": "CPU"}
@@ -169,6 +170,14 @@ def plan(  # noqa: PLR0913  # a command's options
             "that it needs instead."
         ),
     ] = None,
+    target_log: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --capacity: log of a target of either engine, in JSON lines. Gives step_ms, "
+            "row_costs, kv_tokens and block_tokens where its file leaves them out. Default: none.",
+            dir_okay=False,
+        ),
+    ] = None,
     streams: Annotated[
         str,
         typer.Option(
@@ -186,10 +195,10 @@ def plan(  # noqa: PLR0913  # a command's options
     """
     measured = _read_bench(bench, workload)
     if capacity is not None:
-        _plan_capacity(capacity, measured, _stream_counts(streams), as_json=as_json)
+        steps = _read_steps(target_log)
+        _plan_capacity(capacity, measured, steps, _stream_counts(streams), as_json=as_json)
         return
-    if streams:
-        raise typer.BadParameter("needs --capacity", param_hint=_STREAMS)
+    _refuse_without_capacity({_STREAMS: streams, _TARGET_LOG: target_log})
     alpha, row_costs, draft_cost_ratio = _inputs(measured, alpha, row_costs, draft_cost_ratio)
     flags = {"--row-costs": row_costs, "--max-k": max_k, "--sessions": sessions, "--plot": plot}
     _check_flags(alpha, flags, plot)
@@ -240,12 +249,23 @@ def _read_bench(path: Path | None, workload: str) -> Measured | None:
         if workload:
             raise typer.BadParameter("needs --from", param_hint="--workload")
         return None
-    try:
+    with _refused("--from"):
         return read_measured(path, workload)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--from") from None
-    except OSError as error:
-        raise typer.BadParameter(f"cannot read {path}: {error.strerror}", param_hint="--from") from None
+
+
+def _read_steps(path: Path | None) -> dict[str, Any]:
+    with _refused(_TARGET_LOG):
+        return {} if path is None else read_target_log(path)
+
+
+@contextmanager
+def _refused(flag: str) -> Iterator[None]:
+    """Refuse the file of `flag` if it cannot be read or used."""
+    with usage_of(flag):
+        try:
+            yield
+        except OSError as error:
+            raise ValueError(f"cannot read {error.filename}: {error.strerror}") from None
 
 
 def _inputs(
@@ -271,6 +291,12 @@ def _print_measured(measured: Measured | None, workload: str) -> None:
         f"Measured{of} ({one_line(measured.arm)}): acceptance rate {measured.alpha:.3f}, {drafts}, "
         f"row costs {measured.row_costs}"
     )
+
+
+def _refuse_without_capacity(flags: Mapping[str, object]) -> None:
+    for flag, value in flags.items():
+        if value:
+            raise typer.BadParameter("needs --capacity", param_hint=flag)
 
 
 def _check_flags(alpha: float | None, flags: Mapping[str, object], plot: Path | None) -> None:
@@ -393,14 +419,20 @@ def _needed(case: _CapacityCase) -> Capacity:
     return capacity_of(case.load, case.target, case.draft, case.spares, case.tiers)
 
 
-def _plan_capacity(path: Path, measured: Measured | None, streams: Sequence[int], *, as_json: bool) -> None:
+def _plan_capacity(
+    path: Path,
+    measured: Measured | None,
+    steps: Mapping[str, Any],
+    streams: Sequence[int],
+    *,
+    as_json: bool,
+) -> None:
     """Print what the load in the file needs, or with `streams` what so many open streams need.
 
     Raises typer.BadParameter with the key and its bound.
     """
     try:
-        tables = _read(path)
-        case = _read_case(tables if measured is None else _completed(tables, measured))
+        case = _read_case(_completed(_read(path), measured, steps))
         if streams:
             _print_streams(streams, case, as_json=as_json)
             return
@@ -422,14 +454,20 @@ def _read(path: Path) -> dict[str, Any]:
         raise typer.BadParameter(f"{path}: must be TOML: {error}", param_hint=_CAPACITY) from error
 
 
-def _completed(tables: dict[str, Any], measured: Measured) -> dict[str, Any]:
-    """Return the tables with the measured values for what they leave out."""
-    target = {"step_ms": measured.step_ms, "row_costs": str(measured.row_costs)}
-    draft = {"alpha": measured.alpha, "cost_ratio": measured.draft_cost_ratio}
-    given = {name: tables.get(name, {}) for name in ("target", "draft")}
+def _completed(tables: dict[str, Any], measured: Measured | None, steps: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables with the measured values for what they leave out; `steps` precede `measured`."""
+    found: dict[str, dict[str, Any]] = {}
+    if measured is not None:
+        found["target"] = {"step_ms": measured.step_ms, "row_costs": str(measured.row_costs)}
+        found["draft"] = {"alpha": measured.alpha, "cost_ratio": measured.draft_cost_ratio}
+    if steps:
+        found["target"] = found.get("target", {}) | steps
+    given = {name: tables.get(name, {}) for name in found}
     if not all(isinstance(table, dict) for table in given.values()):
         return tables  # refused by name when they are read
-    return {**tables, "target": target | given["target"], "draft": draft | given["draft"]}
+    if "memory" in given.get("target", {}):
+        found["target"].pop("kv_tokens", None)
+    return tables | {name: found[name] | given[name] for name in found}
 
 
 def _read_case(tables: dict[str, Any]) -> _CapacityCase:

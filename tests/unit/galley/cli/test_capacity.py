@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 
@@ -60,6 +61,48 @@ def test_an_engine_with_smaller_blocks_holds_more_sessions(tmp_path: Path) -> No
     assert json_of(written(tmp_path, text))["kv_blocks_a_target"] == 41
 
 
+MEASURED = {"step_ms": 10, "row_costs": "1:1,8:1.5", "kv_tokens": 448, "block_tokens": 16}
+
+
+def target_log(tmp_path: Path) -> str:
+    """Write the log of a target with vLLM that was started twice, as `galley logs` prints it."""
+    path = tmp_path / "target.log"
+    starts = [{**MEASURED, "step_ms": 99}, MEASURED]
+    lines = [f"target | {json.dumps({**start, 'threads': 1, 'event': 'steps measured'})}" for start in starts]
+    path.write_text(
+        "\n".join(["Loading shards: 100%", *lines, "steps measured, but no JSON", '{"event": "x"}'])
+    )
+    return f"--target-log={path}"
+
+
+def test_the_log_of_a_target_completes_the_file(tmp_path: Path) -> None:
+    log = target_log(tmp_path)
+    left_out = PLAIN.replace("step_ms = 10\nkv_tokens = 512\n", "")
+    lines = "\n".join(f"{name} = {value!r}" for name, value in MEASURED.items())
+    written_out = json_of(written(tmp_path, left_out.replace("[target]", f"[target]\n{lines}")))
+    assert json_of(written(tmp_path, left_out), log) == written_out
+    assert written_out["kv_blocks_a_target"] == 28
+    assert json_of(written(tmp_path, PLAIN), log)["kv_blocks_a_target"] == 32  # the file's own pool
+
+
+def test_the_memory_of_the_file_replaces_the_pool_of_the_log(tmp_path: Path) -> None:
+    memory = "[target.memory]\ngpus = 1\ngpu_memory_gib = 1\nshare = 1\nweights_gib = 0\n"
+    memory += "kv_bytes_per_token = 1600000\n"
+    text = PLAIN.replace("kv_tokens = 512\n", "").replace("[spares]", f"{memory}[spares]")
+    assert json_of(written(tmp_path, text), target_log(tmp_path))["kv_blocks_a_target"] == 41
+
+
+def test_a_log_that_gives_nothing_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.log"
+    for content, problem in ((None, "cannot read"), ("{}", "must be a target's log in JSON lines")):
+        if content is not None:
+            path.write_text(content)
+        result = run(written(tmp_path, PLAIN), f"--target-log={path}")
+        assert result.exit_code == 2
+        assert "--target-log" in result.stderr
+        assert problem in " ".join(result.stderr.replace("│", " ").split())
+
+
 def test_it_says_what_bounds_a_replica(tmp_path: Path) -> None:
     output = output_of(written(tmp_path, PLAIN))
     assert "A full target: 4 sessions at k=0 (bound by KV blocks)," in output
@@ -90,8 +133,9 @@ def test_streams_that_are_no_numbers_are_refused(tmp_path: Path, streams: str) -
     assert "--streams" in result.stderr
 
 
-def test_streams_need_a_load() -> None:
-    result = run("--streams=4")
+@pytest.mark.parametrize("flag", ["--streams=4", "--target-log=target.log"])
+def test_streams_and_logs_need_a_load(flag: str) -> None:
+    result = run(flag)
     assert result.exit_code == 2
     assert "needs --capacity" in result.stderr
 
