@@ -139,6 +139,7 @@ BOMBS: Mapping[str, GrammarSpec] = {
         {"$ref": "#/d0"} | {f"d{i}": _options(12, f"#/d{i + 1}") for i in range(200)}
     ),
     "many classes of letters": GrammarSpec("grammar", "start: /" + r"\pL" * 20_000 + "/i"),
+    "many classes in a schema": _schema({"pattern": "(?i)" + r"\W" * 4_000}),
     "many letters in a schema": _schema({"pattern": "(?i)" + r"\pL" * 15_000}),
     "many optional groups": GrammarSpec("grammar", "start: /" + "(ab)?" * 11_000 + "/"),
     "multiple with a power of ten": _schema({"type": "integer", "multipleOf": 10_240_000}),

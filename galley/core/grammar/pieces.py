@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from galley.core.grammar.limits import GrammarLimits, InvalidGrammar
+from galley.core.grammar.patterns import rust_pattern
 from galley.core.grammar.schema import GUIDANCE
 from galley.core.grammar.spec import Kind
-from galley.core.grammar.subschemas import depth, refers_by_path, subschemas, texts
+from galley.core.grammar.subschemas import certain_subschemas, depth, texts
 
 # Spaces stand where `json.dumps` writes them and nowhere else. Otherwise a model may write spaces without
 # end, and fewer tokens are certain. Names have one form only: by `\u` escapes a model could write a property
@@ -75,23 +76,32 @@ def with_options(schema: dict[str, Any]) -> str:
 
     llguidance applies keywords in their order: those that combine schemas come last, so that what stands
     beside them is known, but where properties do: their order is that of the answer. Keywords that say
-    nothing are left out, where it would refuse them.
+    nothing are left out, where it would refuse them. Patterns are written as it reads them.
     """
-    parts = subschemas(schema)
-    known = {id(part) for part in parts} if refers_by_path(schema, parts) else set()
+    known = {id(part) for part in certain_subschemas(schema)}
 
-    def ordered(value: Any) -> Any:
+    def written(value: Any) -> Any:
         if isinstance(value, list):
-            return [ordered(one) for one in value]
+            return [written(one) for one in value]
         if not isinstance(value, dict):
             return value
         names = list(value)
-        if id(value) in known:
-            kept = [name for name in names if value[name] not in _SAYS_NOTHING.get(name, ())]
-            names = kept if "properties" in value else sorted(kept, key=_LAST.__contains__)
-        return {name: ordered(value[name]) for name in names}
+        if id(value) not in known:
+            return {name: written(value[name]) for name in names}
+        kept = [name for name in names if value[name] not in _SAYS_NOTHING.get(name, ())]
+        names = kept if "properties" in value else sorted(kept, key=_LAST.__contains__)
+        return {name: written(_with_patterns(name, value[name])) for name in names}
 
-    return json.dumps({**ordered(schema), GUIDANCE: _JSON_OPTIONS})
+    return json.dumps({**written(schema), GUIDANCE: _JSON_OPTIONS})
+
+
+def _with_patterns(name: str, value: Any) -> Any:
+    """Return the value of a keyword, its patterns as Rust's `regex` writes them."""
+    if name == "pattern" and isinstance(value, str):
+        return rust_pattern(value)
+    if name == "patternProperties" and isinstance(value, dict):
+        return {rust_pattern(pattern): each for pattern, each in value.items()}
+    return value
 
 
 def regex_of(text: str) -> str:

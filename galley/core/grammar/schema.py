@@ -14,6 +14,7 @@ from typing import Any
 
 from galley.core.grammar.costs import check_costs
 from galley.core.grammar.limits import GrammarLimits, InvalidGrammar
+from galley.core.grammar.patterns import rust_pattern
 from galley.core.grammar.spec import Kind
 from galley.core.grammar.subschemas import (
     BASES,
@@ -116,6 +117,10 @@ def _check_part(kind: Kind, part: dict[str, Any]) -> None:
             raise InvalidGrammar(
                 kind, f"must not have a control character in a pattern, got {_short(pattern)}"
             )
+        try:
+            rust_pattern(pattern)
+        except ValueError as error:
+            raise InvalidGrammar(kind, f"a pattern {error}, got {_short(pattern)}") from None
     _check_numbers(kind, part)
     least, certain = part.get("minProperties"), len(set(texts(part.get("required"))))
     if isinstance(least, int) and least > certain + 1:

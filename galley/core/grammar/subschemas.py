@@ -25,6 +25,12 @@ def subschemas(root: dict[str, Any]) -> list[dict[str, Any]]:
     return parts if refers_by_path(root, parts) else _reached(root, _objects)
 
 
+def certain_subschemas(root: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the objects of `subschemas` that are schemas, whatever its references lead to."""
+    parts = subschemas(root)
+    return parts if refers_by_path(root, parts) else _reached(root, children)
+
+
 def refers_by_path(root: dict[str, Any], parts: Iterable[dict[str, Any]]) -> bool:
     """Return True if all references of the parts are paths from the root, and lead to something."""
     references = [part["$ref"] for part in parts if isinstance(part.get("$ref"), str)]

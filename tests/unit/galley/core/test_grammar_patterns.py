@@ -1,0 +1,98 @@
+"""Patterns of schemas: an answer that has its form is valid by ECMA-262 and by Python's `re`."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+
+import jsonschema_rs
+import pytest
+
+from galley.core.grammar.compiled import CompiledGrammar, compile_grammar
+from galley.core.grammar.limits import InvalidGrammar
+from galley.core.grammar.spec import GrammarSpec
+from tests.fakes.vocabularies import END, byte_vocabulary, tokens_of
+
+VOCABULARY = byte_vocabulary()
+SAMPLES = (
+    *map(chr, range(0x20, 0x7F)),
+    *"\t\n\r\x85\xa0\xb2\xbd\xdfé\u0301\u0130\u0663\u1680\u2003\u2028\u2029\u202f\u212a\u3000\ufeff\u65e5\u203f\U0001f600",
+)
+CLASSES = (
+    r"\d \D \w \W \s \S . [\d] [\D] [\w] [\W] [\s] [\S] [^\d] [^\D] [^\w] [^\W] [^\s] [^\S] "
+    r"[\W\d] [^\W\d] [\s\d] [\S\t] [^\s,] [a.] [^a.] [\w\-.] [+\--/] [!--] [--/] [a-c-e] [^-a] [a-] "
+    r"[a&&b] [a-z&&b-d] [a~~b] [[a] [^[a] [()[\]{}] [\[\]] [a^] [\^a] [#-&&] [\t-\r] [\x41-\x43] [\u00e9] "
+    r"[^\x00-\x1f] (?i:[\W_]) (?s:.) \. \/ a|\d"
+)
+
+
+def compiled(pattern: str) -> CompiledGrammar:
+    schema = {"type": "string", "pattern": pattern}
+    return compile_grammar(VOCABULARY, GrammarSpec("json_schema", json.dumps(schema)))
+
+
+def accepts(grammar: CompiledGrammar, value: object) -> bool:
+    tokens = [*tokens_of(VOCABULARY, json.dumps(value, ensure_ascii=False)), END]
+    return grammar.start().allowed_prefix(tokens) == len(tokens)
+
+
+@pytest.mark.parametrize("text", CLASSES.split(" "))
+def test_a_class_takes_only_what_all_validators_do(text: str) -> None:
+    pattern = f"^(?:{text})$"
+    grammar = compiled(pattern)
+    validator = jsonschema_rs.validator_for({"pattern": pattern})
+    with warnings.catch_warnings(action="ignore"):  # of classes that may once be nested
+        python = re.compile(pattern)
+    taken = [each for each in SAMPLES if accepts(grammar, each)]
+    assert taken
+    assert not [each for each in taken if not (validator.is_valid(each) and python.search(each))]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "value"),
+    [
+        (r"^[\s\S]+$", "a é\u0663\u2028\ufeff"),
+        (r"^[\w\W]+$", "a é\u0663"),
+        (r"^[^\d]+$", "Grüße"),
+        (r"^\S+$", "日本"),
+        (r"^.+$", "né ¿?"),
+        (r"(?s)^.+$", "a\nb"),
+        (r"^[&&~~]{4}$", "&&~~"),
+        (r"^[()[\]{}]+$", "([]){}"),
+        (r"^[\w.-]+@[\w-]+$", "a-b.c@d-e"),
+        (r"^[--/]+$", "-./"),
+        (r"^\\d[\\d]$", "\\dd"),
+    ],
+)
+def test_an_answer_may_have_what_a_pattern_allows(pattern: str, value: str) -> None:
+    assert accepts(compiled(pattern), value)
+
+
+@pytest.mark.parametrize("pattern", ["^[]a]$", "^[^]a]$", "^[]$", "^[^]$"])
+def test_an_empty_class_is_refused(pattern: str) -> None:
+    with pytest.raises(InvalidGrammar, match=re.escape(f"must not have an empty class, got {pattern!r}")):
+        compiled(pattern)
+
+
+def test_names_by_a_pattern_are_of_ecma_262_too() -> None:
+    schema = {
+        "$ref": "#list",
+        "$defs": {
+            "list": {
+                "$anchor": "list",
+                "type": "object",
+                "patternProperties": {r"^[a&&b]\s$": {"type": "null"}},
+                "additionalProperties": False,
+            }
+        },
+    }
+    grammar = compile_grammar(VOCABULARY, GrammarSpec("json_schema", json.dumps(schema)))
+    assert accepts(grammar, {"& ": None})
+    assert not accepts(grammar, {"&\x85": None})
+
+
+def test_a_constant_is_no_pattern() -> None:
+    schema = {"const": {"pattern": ".", "patternProperties": {r"\d": 1}}}
+    grammar = compile_grammar(VOCABULARY, GrammarSpec("json_schema", json.dumps(schema)))
+    assert accepts(grammar, schema["const"])
