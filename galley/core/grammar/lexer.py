@@ -9,6 +9,7 @@ the tokens of this session alone.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence, Set
 from threading import Lock
@@ -19,6 +20,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 
 from galley.core.grammar.limits import GrammarLimits, InvalidGrammar
+from galley.core.grammar.schemas.places import place_of_message
 from galley.core.grammar.spec import GrammarSpec
 from galley.core.grammar.vocabulary import Vocabulary
 
@@ -191,7 +193,9 @@ def _compiled(vocabulary: Vocabulary, spec: GrammarSpec, native: str, limits: Gr
     )
     if matcher.is_error():
         reason = _short(matcher.get_error())
-        raise InvalidGrammar(spec.kind, f"must be a grammar that can be compiled, got: {reason}")
+        place = place_of_message(json.loads(spec.text), reason) if spec.kind == "json_schema" else ""
+        problem = f"must be a grammar that can be compiled, got: {reason}"
+        raise InvalidGrammar(spec.kind, f"{place}: {problem}" if place else problem)
     return matcher
 
 

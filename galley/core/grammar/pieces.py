@@ -9,10 +9,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from galley.core.grammar.limits import GrammarLimits, InvalidGrammar
-from galley.core.grammar.patterns import rust_pattern
-from galley.core.grammar.schema import GUIDANCE
+from galley.core.grammar.schemas.patterns import rust_pattern
+from galley.core.grammar.schemas.schema import GUIDANCE
+from galley.core.grammar.schemas.subschemas import (
+    as_dict,
+    as_list,
+    certain_subschemas,
+    depth,
+    refers_by_path,
+    texts,
+)
+from galley.core.grammar.schemas.unions import are_exclusive
 from galley.core.grammar.spec import Kind
-from galley.core.grammar.subschemas import certain_subschemas, depth, texts
 
 # Spaces stand where `json.dumps` writes them and nowhere else. Otherwise a model may write spaces without
 # end, and fewer tokens are certain. Names have one form only: by `\u` escapes a model could write a property
@@ -30,6 +38,11 @@ _SAYS_NOTHING: Mapping[str, Sequence[Any]] = {
     "uniqueItems": (False,),
     "propertyNames": ({}, True, {"type": "string"}),
 }
+# Those of JSON Schema. A validator takes others, such as "password", for comments.
+_FORMATS = re.compile(
+    "date(-time)?|time|duration|(idn-)?(email|hostname)|ipv[46]|[ui]ri(-reference)?|uri-template|uuid"
+    "|(relative-)?json-pointer|regex"
+)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -76,9 +89,11 @@ def with_options(schema: dict[str, Any]) -> str:
 
     llguidance applies keywords in their order: those that combine schemas come last, so that what stands
     beside them is known, but where properties do: their order is that of the answer. Keywords that say
-    nothing are left out, where it would refuse them. Patterns are written as it reads them.
+    nothing are left out, where it would refuse them. Patterns are written as it reads them. A oneOf whose
+    references lead to schemas that exclude each other becomes an anyOf.
     """
-    known = {id(part) for part in certain_subschemas(schema)}
+    parts = certain_subschemas(schema)
+    known, by_path = {id(part) for part in parts}, refers_by_path(schema, parts)
 
     def written(value: Any) -> Any:
         if isinstance(value, list):
@@ -88,11 +103,26 @@ def with_options(schema: dict[str, Any]) -> str:
         names = list(value)
         if id(value) not in known:
             return {name: written(value[name]) for name in names}
-        kept = [name for name in names if value[name] not in _SAYS_NOTHING.get(name, ())]
+        kept = [name for name in names if not _says_nothing(name, value[name])]
         names = kept if "properties" in value else sorted(kept, key=_LAST.__contains__)
-        return {name: written(_with_patterns(name, value[name])) for name in names}
+        fields = {name: written(_with_patterns(name, value[name])) for name in names}
+        if by_path and "anyOf" not in value and _has_exclusive_references(schema, value.get("oneOf")):
+            # Beside it llguidance takes no references in a circle.
+            fields.pop("discriminator", None)
+            return {("anyOf" if name == "oneOf" else name): each for name, each in fields.items()}
+        return fields
 
     return json.dumps({**written(schema), GUIDANCE: _JSON_OPTIONS})
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    if name == "format" and isinstance(value, str):
+        return not _FORMATS.fullmatch(value)
+    return value in _SAYS_NOTHING.get(name, ())
+
+
+def _has_exclusive_references(root: dict[str, Any], schemas: Any) -> bool:
+    return any("$ref" in as_dict(each) for each in as_list(schemas)) and are_exclusive(root, schemas)
 
 
 def _with_patterns(name: str, value: Any) -> Any:

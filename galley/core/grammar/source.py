@@ -8,10 +8,10 @@ from typing import Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from galley.core.grammar.costs import check_multiples
 from galley.core.grammar.limits import GrammarLimits, InvalidGrammar
 from galley.core.grammar.pieces import read_first_json, read_json, regex_of, with_options
-from galley.core.grammar.schema import check_schema
+from galley.core.grammar.schemas.costs import check_multiples
+from galley.core.grammar.schemas.schema import check_schema
 from galley.core.grammar.spec import GrammarSpec, Kind
 from galley.core.grammar.tags import tag_grammar
 from galley.core.grammar.vocabulary import Vocabulary

@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 
 from llguidance import regex_to_lark
 
-from galley.core.grammar.costs import check_multiples
 from galley.core.grammar.limits import GrammarLimits, InvalidGrammar
 from galley.core.grammar.pieces import regex_of, with_options
-from galley.core.grammar.schema import check_schema
+from galley.core.grammar.schemas.costs import check_multiples
+from galley.core.grammar.schemas.schema import check_schema
 from galley.core.grammar.spec import Kind
 from galley.core.grammar.vocabulary import Vocabulary
 

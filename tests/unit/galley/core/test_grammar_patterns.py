@@ -71,7 +71,8 @@ def test_an_answer_may_have_what_a_pattern_allows(pattern: str, value: str) -> N
 
 @pytest.mark.parametrize("pattern", ["^[]a]$", "^[^]a]$", "^[]$", "^[^]$"])
 def test_an_empty_class_is_refused(pattern: str) -> None:
-    with pytest.raises(InvalidGrammar, match=re.escape(f"must not have an empty class, got {pattern!r}")):
+    problem = f"must not have an empty class in a pattern, got {pattern!r}"
+    with pytest.raises(InvalidGrammar, match=re.escape(problem)):
         compiled(pattern)
 
 

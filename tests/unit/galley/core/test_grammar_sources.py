@@ -434,6 +434,29 @@ def test_a_schema_that_looks_alike_is_taken(schema: object, output: str) -> None
     assert accepts("json_schema", json.dumps(schema), output)
 
 
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"properties": {"x": {"type": "string", "format": "regex"}}}, "properties.x.format"),
+        ({"properties": {"x": {"items": {"not": {}}}}}, "properties.x.items.not"),
+        ({"items": {"oneOf": [{"type": "integer"}, {"multipleOf": 2}]}}, "items.oneOf"),
+        ({"properties": {"x": {"type": "text"}, "y": {"type": "string"}}}, "properties.x.type"),
+        ({"allOf": [{}, {"pattern": "[]"}]}, "allOf[1]"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"const": 1 << 60}}}, "$defs.a"),
+    ],
+)
+def test_a_refusal_names_the_place_in_the_schema(schema: object, place: str) -> None:
+    with pytest.raises(InvalidGrammar) as refused:
+        compile_grammar(VOCABULARY, GrammarSpec("json_schema", json.dumps(schema)))
+    assert str(refused.value).startswith(f"structured_output.json_schema: {place}: must ")
+
+
+@pytest.mark.parametrize("schema", [{"anyOf": [{"not": {}}, {"not": {}}]}, {"not": {}, "if": {}}])
+def test_a_refusal_names_no_place_out_of_several(schema: object) -> None:
+    with pytest.raises(InvalidGrammar, match=r"^structured_output.json_schema: must be .*not"):
+        compile_grammar(VOCABULARY, GrammarSpec("json_schema", json.dumps(schema)))
+
+
 def test_the_classes_of_a_pattern_are_read_in_linear_time() -> None:
     with pytest.raises(InvalidGrammar, match="unclosed"):
         compile_grammar(

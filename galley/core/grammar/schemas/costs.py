@@ -11,8 +11,7 @@ from math import lcm
 from typing import Any
 
 from galley.core.grammar.limits import InvalidGrammar
-from galley.core.grammar.spec import Kind
-from galley.core.grammar.subschemas import (
+from galley.core.grammar.schemas.subschemas import (
     as_list,
     children,
     merged,
@@ -20,6 +19,7 @@ from galley.core.grammar.subschemas import (
     refers_by_path,
     subschemas,
 )
+from galley.core.grammar.spec import Kind
 
 MOST_INTERSECTED = 8
 MOST_MULTIPLE = 20_000

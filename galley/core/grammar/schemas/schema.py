@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
-from galley.core.grammar.costs import check_costs
 from galley.core.grammar.limits import GrammarLimits, InvalidGrammar
-from galley.core.grammar.patterns import rust_pattern
-from galley.core.grammar.spec import Kind
-from galley.core.grammar.subschemas import (
+from galley.core.grammar.schemas.costs import check_costs
+from galley.core.grammar.schemas.patterns import rust_pattern
+from galley.core.grammar.schemas.places import place_of
+from galley.core.grammar.schemas.subschemas import (
     BASES,
     as_dict,
     as_list,
@@ -27,6 +27,7 @@ from galley.core.grammar.subschemas import (
     target,
     texts,
 )
+from galley.core.grammar.spec import Kind
 
 GUIDANCE = "x-guidance"
 # JSON has an escape for each of \b, \t, \n, \f and \r.
@@ -51,7 +52,11 @@ def check_schema(kind: Kind, schema: Any, limits: GrammarLimits) -> dict[str, An
         raise InvalidGrammar(kind, "must be a JSON object")
     parts = subschemas(schema)
     for part in parts:
-        _check_part(kind, part)
+        try:
+            _check_part(kind, part)
+        except InvalidGrammar as error:
+            place = place_of(schema, part)
+            raise (InvalidGrammar(kind, f"{place}: {error.problem}") if place else error) from None
     needs = {id(part): [id(need) for need in _needs(schema, part)] for part in parts}
     try:
         TopologicalSorter(needs).prepare()
@@ -120,7 +125,7 @@ def _check_part(kind: Kind, part: dict[str, Any]) -> None:
         try:
             rust_pattern(pattern)
         except ValueError as error:
-            raise InvalidGrammar(kind, f"a pattern {error}, got {_short(pattern)}") from None
+            raise InvalidGrammar(kind, f"{error} in a pattern, got {_short(pattern)}") from None
     _check_numbers(kind, part)
     least, certain = part.get("minProperties"), len(set(texts(part.get("required"))))
     if isinstance(least, int) and least > certain + 1:
