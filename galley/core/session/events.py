@@ -103,8 +103,9 @@ class CacheMissed:
 class Failed:
     """A request failed: no response in time, no connection, or an error status.
 
-    With `elsewhere`, it can be repeated at once, at a replica that has not failed this session. A `refusal`
-    is the error of the session's caller: no replica could serve it.
+    If `retryable`, the same replica may serve it later. With `elsewhere`, it can be repeated at once, at a
+    replica that has not failed this session. A `refusal` is the error of the session's caller: no replica
+    could serve it.
     """
 
     request_id: int

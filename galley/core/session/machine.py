@@ -545,10 +545,10 @@ class Session:
 
     def _on_target_failed(self, event: ev.Failed, now: int) -> None:
         self._verifying.fail(elsewhere=event.elsewhere)
-        if not event.retryable:
-            self._end_with(event.refusal or Broken(f"the target refused: {event.message}"))
-        elif event.elsewhere:
+        if event.elsewhere:
             self._retry_target(now)
+        elif not event.retryable:
+            self._end_with(event.refusal or Broken(f"the target refused: {event.message}"))
         elif (retry_ns := self._verifying.next_retry_ns(now, self.spec.session_id)) is None:
             self._end_with(TargetUnavailable(f"no verdict from the target: {event.message}"))
         else:

@@ -291,7 +291,7 @@ class _Connection(Generic[RequestT, ResponseT]):
         self._work.set()
 
     async def close(self) -> None:
-        self._break(Unavailable("the gateway is closing"))
+        self._break(Unavailable("the gateway closed its connection to the replica"))
         self._call.cancel()
         for task in self._tasks:
             task.cancel()

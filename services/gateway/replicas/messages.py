@@ -33,19 +33,9 @@ _RETRYABLE_STATUS = frozenset(
         grpc.StatusCode.DEADLINE_EXCEEDED,
     )
 )
-"""Statuses of a single request that may succeed when repeated."""
+"""Statuses of a single request that may succeed when repeated there; a whole stream may always."""
 
 _INVALID = grpc.StatusCode.INVALID_ARGUMENT.value[0]
-
-_FATAL_STATUS = frozenset(
-    {
-        grpc.StatusCode.UNIMPLEMENTED,
-        grpc.StatusCode.PERMISSION_DENIED,
-        grpc.StatusCode.UNAUTHENTICATED,
-    }
-)
-"""Statuses of a whole stream that rule out a retry; others may be caused by the connection."""
-
 
 _PIECE_TOKENS = 32 * 1024
 """Tokens that a message takes up before others get a turn: about 1 ms."""
@@ -224,8 +214,7 @@ def failed_event(request_id: int, error: Exception, span: CallSpan) -> ev.Failed
         span.failed(error_type(error))
         return ev.Failed(request_id, str(error))
     span.failed(error.code().name.lower())
-    message = f"{error.code().name}: {error.details()}"
-    return ev.Failed(request_id, message, retryable=error.code() not in _FATAL_STATUS)
+    return ev.Failed(request_id, f"{error.code().name}: {error.details()}")
 
 
 def broken_event(request_id: int, error: Exception) -> ev.Failed:

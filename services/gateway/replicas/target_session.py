@@ -434,7 +434,7 @@ class TargetRequest:
             self._expect(target)
         elif isinstance(last, ev.Failed):
             self._session.leave(target)
-            events[-1] = replace(last, elsewhere=last.retryable and self._can_move_from(target))
+            events[-1] = replace(last, elsewhere=last.refusal is None and self._can_move_from(target))
 
     def _can_move_from(self, target: TargetReplica) -> bool:
         return self._session.other(self._spec, self._request, target) is not None

@@ -180,6 +180,22 @@ async def test_without_a_replica_a_gateway_does_not_start(world: World) -> None:
         await world.gateway(target="", startup_timeout_s=0.3)
 
 
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.PERMISSION_DENIED])
+async def test_a_replica_that_refuses_all_calls_ends_no_session(
+    world: World, fleet: Fleet, code: grpc.StatusCode
+) -> None:
+    """As one does whose address another pod has taken, or a proxy before it whose policy is loaded anew."""
+    gateway = await gateway_of(world, fleet)
+    fleet.hold_after(2)
+    stream = gateway.generate()
+    received = await receive(stream, until=2)
+    refusing, other = fleet.holder()
+    refusing.fake.fail(code, 100)
+    other.fake.gate.open()
+    refusing.fake.gate.open()
+    must_be_true(await received.listen(stream))
+
+
 async def test_a_stream_resumes_at_the_next_replica(world: World) -> None:
     async with Fleet(world) as fleet:
         first, second = fleet.members

@@ -438,7 +438,8 @@ async def test_an_unexpected_error_ends_the_request(
         monkeypatch.setattr(target, "find", fail)
     with capture_logs() as logged:
         [failed] = await here.ask(target, confirmed(0))
-    assert failed == ev.Failed(1, "its request raised KeyError", retryable=False)
+    assert isinstance(failed, ev.Failed)
+    assert (failed.message, failed.retryable) == ("its request raised KeyError", False)
     assert [line["event"] for line in logged] == ["target request failed"]
 
 

@@ -179,3 +179,11 @@ def test_a_fault_of_the_caller_that_a_target_finds_is_the_callers(refusal: Inval
     failed = ev.Failed(verify.request_id, "no", retryable=False, refusal=refusal)
     [end] = [effect for effect in session.step(failed, now=MS) if isinstance(effect, ev.End)]
     assert end.error is refusal if refusal else isinstance(end.error, Broken)
+
+
+def test_what_one_target_refuses_another_one_gets() -> None:
+    session = Session(Answer(spec(k=0), letters))
+    [verify] = [effect for effect in session.start(0) if isinstance(effect, ev.Verify)]
+    failed = ev.Failed(verify.request_id, "no", retryable=False, elsewhere=True)
+    [again] = session.step(failed, now=MS)
+    assert isinstance(again, ev.Verify)
