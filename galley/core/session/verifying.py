@@ -275,14 +275,18 @@ class Verifying:
         self.cache_len = 0
 
     def next_retry_ns(self, now: int, session_id: str) -> int | None:
-        """Return when to retry; None if the timeout, counted from the first failure, ends before."""
+        """Return when to retry, the last time at the end of the timeout; None once that has come.
+
+        The timeout counts from the first failure.
+        """
         if self._failing_since is None:
             self._failing_since = now
-        delay_ns = self._retry_ns - int(_draw(session_id, now) * self._retry_ns / 2)
-        if now + delay_ns - self._failing_since >= self._timeout_ns:
+        left_ns = self._failing_since + self._timeout_ns - now
+        if left_ns <= self._first_retry_ns // 2:  # timers may fire early, too
             return None
+        delay_ns = self._retry_ns - int(_draw(session_id, now) * self._retry_ns / 2)
         self._retry_ns = min(2 * self._retry_ns, self._max_retry_ns)
-        return now + delay_ns
+        return now + min(delay_ns, left_ns)
 
 
 def _draw(session_id: str, now: int) -> float:

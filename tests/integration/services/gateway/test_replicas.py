@@ -11,6 +11,7 @@ import pytest
 
 from galley.core.errors import TargetUnavailable, TokenizerMismatch
 from galley.pb.galley.v1 import galley_pb2 as pb
+from services.gateway.replicas.membership import POLL_S
 from tests.fakes.fleet import Fleet
 from tests.fakes.redis_servers import Server
 from tests.fakes.replicas import FakeTarget
@@ -200,7 +201,7 @@ async def test_a_stream_resumes_at_the_next_replica(world: World) -> None:
     async with Fleet(world) as fleet:
         first, second = fleet.members
         await first.register()
-        gateway = await gateway_of(world, fleet, target_timeout_s=0.5)
+        gateway = await gateway_of(world, fleet, target_timeout_s=2 * POLL_S)
         await first.leave()
         stream = gateway.generate()
         received = Received()
