@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -15,11 +16,13 @@ from galley.common.registry.trials import DraftVersions
 from galley.core.errors import UnsupportedModel
 from galley.core.routing.choice import DraftLease
 from galley.core.routing.loading import replicas_for_load
-from galley.core.versions.state import NOT_TRIED, VersionState
+from galley.core.versions.state import NOT_TRIED, VersionState, roll_back
 
 AUTHOR = "learning"
 _NO_REPLICA = "no draft replica takes it: it needs two that accept loads (--max-load-mib)"
 
+LONGEST_TRIAL_S = 24 * 3600
+"""Time since the last change of the versions after which the learner ends its own trial."""
 _LOAD_TIMEOUT_S = 600.0
 
 _log = get_logger(__name__)
@@ -33,6 +36,7 @@ class Canaries:
         open_channel: Callable[[str], grpc.aio.Channel],
         share: float,
         tokens: int,
+        now_s: Callable[[], float] = time.time,
     ) -> None:
         """Give a canary `share` of the sessions, until it has given `tokens` tokens."""
         self._registry = registry
@@ -40,9 +44,24 @@ class Canaries:
         self._open_channel = open_channel
         self._share = share
         self._tokens = tokens
+        self._now_s = now_s
 
     async def state(self) -> VersionState:
         return await self._versions.read()
+
+    async def give_up(self) -> None:
+        """End a trial that the learner began a day ago: so little traffic will not decide it.
+
+        Its sessions are no longer kept, and a new cycle can begin.
+        """
+        state = await self._versions.read()
+        canary, trial_s = state.split.canary, self._now_s() - state.since_ms / 1000
+        if not canary or state.author != AUTHOR or trial_s < LONGEST_TRIAL_S:
+            return
+        reason = f"undecided after {LONGEST_TRIAL_S // 3600} hours"
+        # By compare-and-set: a trial that has begun meanwhile goes on.
+        if await self._versions.change(state.epoch, *roll_back(state, author=AUTHOR, reason=reason)):
+            _log.warning("trial given up", version=canary, reason=reason)
 
     async def problem(self, is_ours: Callable[[str], bool]) -> str:
         """Return why no draft can be offered now, or nothing."""

@@ -109,6 +109,7 @@ class Follower:
 
     async def _begin(self, stop: asyncio.Event) -> None:
         """Run a cycle, unless there is a reason to wait."""
+        await self._canaries.give_up()
         split = (await self._canaries.state()).split
         present = split.stable or self._start_version
         folder = self._folder_of(present)

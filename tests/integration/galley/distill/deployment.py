@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -80,6 +81,8 @@ class Deployment:
     versions: DraftVersions
     registry: ReplicaRegistry
     stop: asyncio.Event = field(default_factory=asyncio.Event)
+    later_s: float = 0.0
+    """How far the learner's clock is ahead."""
 
     async def register(self) -> None:
         """Publish the leases of the drafts, as they are now."""
@@ -95,7 +98,12 @@ class Deployment:
     def follower(self) -> Follower:
         share, tokens = self.options.share, self.options.trial_tokens
         canaries = Canaries(
-            self.registry, self.versions, lambda address: open_channel(address, None), share, tokens
+            self.registry,
+            self.versions,
+            lambda address: open_channel(address, None),
+            share,
+            tokens,
+            lambda: time.time() + self.later_s,
         )
         return Follower(self.options, Learner(self.options), Journal(self.options.work), self.spool, canaries)
 

@@ -27,6 +27,7 @@ from galley.core.errors import InvalidField, StoreUnavailable
 from galley.core.versions.state import NOT_TRIED
 from galley.distill.data.corpus import Conversation, corpus_of, write_corpus
 from galley.distill.export import read_draft, write_draft
+from galley.distill.follow.canaries import LONGEST_TRIAL_S
 from galley.distill.follow.options import FollowOptions
 from galley.distill.follow.run import Stopped
 from galley.distill.training.evaluation import agreement
@@ -146,6 +147,33 @@ async def test_a_canary_that_no_replica_serves_any_more_is_loaded_again(deployed
     await deployed.cycle()
     assert sum(len(draft.loads) for draft in deployed.drafts) == 2, "once is enough"
     assert (await deployed.versions.read()).split.canary == canary
+
+
+async def test_a_trial_that_thin_traffic_does_not_decide_is_given_up_after_a_day(
+    deployed: Deployment, options: FollowOptions
+) -> None:
+    await deployed.add(ALICE, workload("a", 250))
+    await deployed.cycle()
+    first = last(deployed)["version"]
+    await deployed.add(ALICE, workload("b", 300, step=11))
+    deployed.later_s = LONGEST_TRIAL_S - 3600
+    await deployed.cycle()
+    assert (await deployed.versions.read()).split.canary == first
+    deployed.later_s = LONGEST_TRIAL_S
+    await deployed.cycle()
+    state = await deployed.versions.read()
+    assert state.decided[first] == "undecided after 24 hours"
+    assert (last(deployed)["cycle"], last(deployed)["present"]) == (2, draft_version(options.start))
+    assert state.split.canary == last(deployed)["version"]
+    events = await deployed.versions.history()
+    assert ("roll_back", first, "learning") in [(each.kind, each.version, each.author) for each in events]
+
+
+async def test_a_trial_of_others_is_not_given_up(deployed: Deployment) -> None:
+    await deployed.versions.try_version("by-hand", 0.1, author="ada")
+    deployed.later_s = 2 * LONGEST_TRIAL_S
+    await deployed.cycle()
+    assert (await deployed.versions.read()).split.canary == "by-hand"
 
 
 async def test_a_canary_that_was_rolled_back_leaves_its_replica(deployed: Deployment) -> None:
