@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sys
 import tempfile
 import time
@@ -46,6 +47,9 @@ def main() -> int:
     parts = given.parts.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--parts: must be of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    if lost := kept_parts(given.result) - set(parts):
+        names = ", ".join(sorted(lost))
+        parser.error(f"--result: {given.result} has {names}, which --parts {given.parts} would remove")
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="galley-bench-") as folder:
         record, goals = asyncio.run(measure(given, parts, Path(folder)))
@@ -59,6 +63,11 @@ def main() -> int:
     )
     print(f"record: {given.result}", *goal_lines(goals), sep="\n")
     return 0
+
+
+def kept_parts(record: Path) -> set[str]:
+    """Return the parts of an earlier record."""
+    return set(PARTS) & json.loads(record.read_text(encoding="utf-8")).keys() if record.exists() else set()
 
 
 async def measure(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from bench.living.costs.__main__ import main
 from bench.living.costs.audits import OFF, ON, AuditCosts, Share
 from bench.living.costs.blocks import Figures, compare, differing, load_of, new_prompts, next_prompts
 from bench.living.costs.canary import DRAINED, HALF, NONE, SMALL, CanaryCosts
@@ -16,6 +19,18 @@ from galley.bench.closed_loop import LoopBlock
 
 def figures(pair: int, arm: str, speed: float, cpu_ms: float = 1.0, temperature: float = 0.0) -> Figures:
     return Figures(pair, arm, temperature, 100, speed, cpu_ms, {"target": 0.1}, (10.0, 20.0, 30.0))
+
+
+def test_a_run_of_a_part_leaves_the_record_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / "living-costs.json"
+    record.write_text('{"took_s": 1, "audit": {}, "swap": {}}')
+    monkeypatch.setattr(sys, "argv", ["costs", "--parts", "audit,canary", "--result", str(record)])
+    with pytest.raises(SystemExit):
+        main()
+    assert f"--result: {record} has swap, which --parts audit,canary would remove" in capsys.readouterr().err
+    assert record.read_text() == '{"took_s": 1, "audit": {}, "swap": {}}'
 
 
 def test_an_arm_is_compared_with_its_base_of_the_same_pair_and_temperature() -> None:
