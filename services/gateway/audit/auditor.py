@@ -18,7 +18,7 @@ from galley.common.logs import get_logger
 from galley.common.shared_work import SharedWork
 from galley.core.admission.admission import Principal
 from galley.core.audit import AuditCounts, AuditReport, Verdict
-from galley.core.errors import GalleyError, LogLost, TargetUnavailable, UnknownSession
+from galley.core.errors import GalleyError, LogLost, StoreUnavailable, TargetUnavailable, UnknownSession
 from galley.core.routing.choice import HashedTokens, RoutingRequest
 from galley.core.session import events as ev
 from galley.core.session.events import Clock
@@ -237,6 +237,10 @@ class Auditor:
                     await self._audit_later(session_id, principal)
                 except UnknownSession:
                     _log.debug("audit dropped", session_id=session_id, reason="session expired")
+                except StoreUnavailable as error:
+                    _log.warning("audit delayed", session_id=session_id, error=str(error))
+                    self._waiting.append((session_id, principal))
+                    await asyncio.sleep(_LOOK_S)
                 except Exception as error:  # noqa: BLE001  # the next session is audited nevertheless
                     _log.warning("audit failed", session_id=session_id, error=str(error))
                     await asyncio.sleep(_LOOK_S)

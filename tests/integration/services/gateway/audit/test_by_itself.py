@@ -10,6 +10,7 @@ import pytest
 
 from galley.common.metrics import catalogue
 from galley.core.audit import AUDIT_PRIORITY
+from galley.core.errors import StoreUnavailable
 from services.gateway.audit import auditor
 from services.gateway.audit import records as stored
 from services.gateway.audit.auditor import is_drawn
@@ -179,6 +180,25 @@ async def test_a_session_that_is_gone_is_dropped(
     await audited(records, 2)
     await done(it)
     assert len({call.slice.session_id for call in audits(world)}) == 2
+
+
+async def test_an_audit_whose_turn_fails_is_made_later(
+    world: World, records: AuditRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_turn, errors = AuditRecords.begin_turn, [StoreUnavailable("redis")]
+
+    async def failing(self: AuditRecords, address: str) -> int:
+        if errors:
+            raise errors.pop()
+        return await begin_turn(self, address)
+
+    monkeypatch.setattr(AuditRecords, "begin_turn", failing)
+    it = await auditing(world)
+    await finish(it.gateway)
+    await audited(records, 1)
+    await done(it)
+    assert (await records.counts()).tokens == MAX_TOKENS
+    assert not errors
 
 
 async def test_a_damaged_session_is_counted_and_the_next_one_audited(
