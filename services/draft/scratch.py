@@ -21,13 +21,19 @@ async def scratch_directory() -> AsyncIterator[Path]:
     A process holds a lock on its directory, so those of others that run are left alone. Files are removed in
     threads, as that takes 10 ms and more for 64 MiB, and also if the caller is cancelled meanwhile.
     """
-    directory = Path(tempfile.mkdtemp(prefix=PREFIX))
+    # Others see it by its later name only, so that none removes it before it is locked.
+    directory = Path(tempfile.mkdtemp(prefix=f".{PREFIX}"))
     try:
         with _locked(directory):
+            directory = _show(directory)
             await asyncio.to_thread(_remove_stale)
             yield directory
     finally:
         await asyncio.shield(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True))
+
+
+def _show(directory: Path) -> Path:
+    return directory.rename(directory.with_name(directory.name[1:]))
 
 
 def _remove_stale() -> None:
