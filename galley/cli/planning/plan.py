@@ -461,7 +461,7 @@ def _completed(tables: dict[str, Any], measured: Measured | None, steps: Mapping
         found["target"] = {"step_ms": measured.step_ms, "row_costs": str(measured.row_costs)}
         found["draft"] = {"alpha": measured.alpha, "cost_ratio": measured.draft_cost_ratio}
     if steps:
-        found["target"] = found.get("target", {}) | steps
+        found["target"] = {**found.get("target", {}), **steps}
     given = {name: tables.get(name, {}) for name in found}
     if not all(isinstance(table, dict) for table in given.values()):
         return tables  # refused by name when they are read
