@@ -473,7 +473,7 @@ def observe_gateway(
     add(catalogue.REPLICAS, lambda: _replicas(pools))
     add(catalogue.FAILOVERS, lambda: _failovers(pools))
     add(catalogue.BREAKER_STATE, lambda: _breakers(drafts))
-    add(catalogue.TARGETS_KV_USAGE, lambda: _kv_usage(targets.leases()))
+    add(catalogue.TARGETS_KV_USAGE, lambda: _kv_usage(targets.leases() if targets.knows_load else ()))
     add(catalogue.TARGETS_CACHE, lambda: _cache(targets.leases()))
 
 

@@ -163,6 +163,7 @@ class FakeTarget(Replica, rpc.TargetServicer):
         self.extensions: list[pb.Extension] = []
         self.preemptions_left = 0
         self.kv_blocks_total = 0
+        self.kv_blocks_free = 0
         self.queue_depth = 0
         self.described = 0
         self.confirmed: Counter[str] = Counter()
@@ -191,7 +192,7 @@ class FakeTarget(Replica, rpc.TargetServicer):
             device="none",
             kv_block_tokens=32,
             kv_blocks_total=self.kv_blocks_total,
-            kv_blocks_free=self.kv_blocks_total // 4,
+            kv_blocks_free=self.kv_blocks_free,
             queue_depth=self.queue_depth,
             row_costs=[pb.RowCost(rows=rows, ns=ns) for rows, ns in self.row_costs],
             lora_adapters=self.lora_adapters,

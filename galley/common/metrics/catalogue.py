@@ -190,7 +190,8 @@ SESSIONS = _gateway_gauge("galley.sessions", "{session}", "Open sessions, by the
 TARGETS_KV_USAGE = _gateway_gauge(
     "galley.targets.kv_usage",
     "",
-    "Share of all targets' KV blocks that live sessions hold, 0 to 1; absent while no target is up.",
+    "Share of all targets' KV blocks that live sessions hold, 0 to 1; absent while no target is up, and for "
+    "a single one given by address, which is not polled.",
     initial=(),
 )
 TARGETS_CACHE = Metric(

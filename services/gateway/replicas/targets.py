@@ -146,6 +146,11 @@ class TargetPool(ReplicaPool[TargetReplica]):
         """Return the leases of the replicas that are up."""
         return [it.candidate().lease for it in self._replicas.values() if it.is_accepted and it.is_up]
 
+    @property
+    def knows_load(self) -> bool:
+        """Return True if the load of the replicas is renewed; one that is given by address is not polled."""
+        return self._source.can_change
+
     def block_sizes(self) -> frozenset[int]:
         """Return the sizes of blocks whose hashes `choose` compares, if there is a choice."""
         leases = [it.candidate().lease for it in self._replicas.values() if it.is_accepted]

@@ -244,9 +244,15 @@ async def test_sessions_are_queued_until_they_have_a_token(world: World) -> None
 
 async def test_an_endpoint_picker_reads_how_full_targets_are(world: World) -> None:
     """Labels are those of vLLM's cache information."""
-    world.target.kv_blocks_total = 400
-    it = await counted(world)
+    world.target.kv_blocks_total, world.target.kv_blocks_free = 400, 100
+    it = await counted(world, target=f"{world.target.address},unix:{world.directory}/absent")
     assert it.number(catalogue.TARGETS_KV_USAGE) == 0.75
+    world.target.kv_blocks_free = 300
+    descriptions = world.target.described
+    await world.target.watch.until(
+        lambda: world.target.described >= descriptions + 2
+    )  # the first has arrived
+    assert it.number(catalogue.TARGETS_KV_USAGE) == 0.25
     assert it.number(catalogue.TARGETS_CACHE, "32", "400") == 1
     text, _ = await render(it.registry.read(), "text/plain")
     for line in (
@@ -258,6 +264,15 @@ async def test_an_endpoint_picker_reads_how_full_targets_are(world: World) -> No
         'galley_sessions{state="running"} 0.0',
     ):
         assert line in text.decode().splitlines()
+
+
+async def test_the_usage_of_a_target_that_is_not_polled_is_not_reported(world: World) -> None:
+    world.target.kv_blocks_total = 400
+    it = await counted(world)
+    assert it.number(catalogue.TARGETS_CACHE, "32", "400") == 1
+    assert not any(
+        reading.points for reading in it.registry.read() if reading.metric is catalogue.TARGETS_KV_USAGE
+    )
 
 
 async def test_a_resumed_session_has_no_first_token(world: World) -> None:
