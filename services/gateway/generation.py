@@ -253,6 +253,22 @@ class Generation:
     ) -> AbstractContextManager[RequestObserver]:
         return self.observers.stream(request, call, self.model.name, self.address)
 
+    def check_choices(self, prompts: int, n: int) -> None:
+        """Raise InvalidField if the caller can never have a slot for each answer of a request."""
+        most = self.streams.most(caller())
+        if n > most:
+            raise InvalidField("n", f"must be <= {most} (most streams of one caller), got {n}")
+        if prompts > most // n:
+            bound = f"must have <= {most // n} entries with n={n} ({most} streams of one caller at most)"
+            raise InvalidField("prompt", f"{bound}, got {prompts}")
+
+    def check_resumed_choices(self, choices: int) -> None:
+        """Raise InvalidField if the caller can never have a slot for each answer that a session has."""
+        most = self.streams.most(caller())
+        if choices > most:
+            bound = f"must have <= {most} answers (most streams of one caller)"
+            raise InvalidField("session_id", f"{bound}, got {choices}")
+
     @contextmanager
     def admit(self, request: pb.GenerateRequest, sessions: int = 1) -> Iterator[Sequence[AdmissionSlot]]:
         """Hold a slot for each session that answers the request. Raise Overloaded, or InvalidField."""

@@ -154,6 +154,11 @@ class Admission:
         self.held += 1
         return AdmissionSlot(principal, now)
 
+    def most(self, principal: Principal) -> int:
+        """Return how many slots the principal can hold at once, if nobody else holds or waits for any."""
+        own = principal.limits.max_sessions
+        return self._slots if own is None else min(own, self._slots)
+
     def leave(self, slot: AdmissionSlot, now: int) -> None:
         """Release the slot; repeating it changes nothing."""
         if slot.is_released:

@@ -125,6 +125,10 @@ class Streams:
             if not slot.is_kept:
                 self._release(slot)
 
+    def most(self, principal: Principal) -> int:
+        """Return how many streams the principal can have open at once."""
+        return self._admission.most(principal)
+
     async def reserve(self, slot: AdmissionSlot, tokens: int, deadline_ns: int | None) -> None:
         """Reserve output tokens of the principal's budget. Raise Overloaded or StoreUnavailable."""
         until_ns = self._timeouts.store_deadline_ns(self._clock.now_ns(), deadline_ns)

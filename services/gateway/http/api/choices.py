@@ -100,6 +100,7 @@ class ChoiceRunner:
         """
         generation = self.generation
         with generation.observe(requests[0], call) as observer, ExitStack() as held:
+            generation.check_choices(len(requests), form.n)
             slots = [slot for one in requests for slot in held.enter_context(generation.admit(one, form.n))]
             deadline_ns = generation.deadline_ns(call)
             for index, slot in enumerate(slots):
@@ -138,6 +139,7 @@ class ChoiceRunner:
             return pb.ResumeRequest(session_id=name, next_index=at.index, seen_hash=at.seen_hash)
 
         with generation.observe(request(0), call) as observer, ExitStack() as held:
+            generation.check_resumed_choices(form.choices)
             slots = [held.enter_context(generation.admit_resume()) for _ in range(form.choices)]
 
             def claim(index: int) -> Awaitable[SessionRunner]:

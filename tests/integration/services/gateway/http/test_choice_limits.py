@@ -1,0 +1,70 @@
+"""Requests for several answers: refused for good where they can never fit."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from tests.fakes.http_client import BODY, HttpClient, http_client
+from tests.fakes.world import Gateway, World
+from tests.integration.services.gateway.callers import ALICE, BOB, KeyFile
+
+COMPLETIONS = "/v1/completions"
+
+
+async def limiting(world: World, key_file: KeyFile, **given: Any) -> Gateway:
+    """Return a gateway of the test's own pool: the pool's gateways share the token budgets."""
+    pool = f"test-{world.id}"
+    directory = world.directory / uuid4().hex
+    directory.mkdir()
+    keys = key_file.write_to(directory)
+    return await world.gateway(api_keys_file=keys, pool=pool, http_port=0, **given)
+
+
+@asynccontextmanager
+async def calling(gateway: Gateway, key: str = ALICE) -> AsyncIterator[HttpClient]:
+    async with http_client(gateway.http, authorization=f"Bearer {key}") as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "problem"),
+    [
+        ({"n": 5}, "n", "must be <= 4 (most streams of one caller), got 5"),
+        ({"n": 5, "prompt": ["x", "y"]}, "n", "must be <= 4 (most streams of one caller), got 5"),
+        (
+            {"n": 2, "prompt": ["x"] * 3},
+            "prompt",
+            "must have <= 2 entries with n=2 (4 streams of one caller at most), got 3",
+        ),
+    ],
+)
+async def test_more_answers_than_places_are_refused_for_good(
+    world: World, given: dict[str, Any], param: str, problem: str
+) -> None:
+    gateway = await limiting(world, KeyFile(alice="max_sessions = 4", bob="max_sessions = 9"), max_sessions=6)
+    async with calling(gateway) as alice, calling(gateway, BOB) as bob:
+        response = await alice.post(COMPLETIONS, BODY | given)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param)
+        assert error["message"] == f"{param}: {problem}"
+        assert "retry-after" not in response.headers
+        assert len((await alice.complete(n=4))["choices"]) == 4
+        assert len((await bob.complete(n=6))["choices"]) == 6, "nobody waits for a slot"
+        assert (await bob.post(COMPLETIONS, BODY | {"n": 7})).status_code == 400
+
+
+async def test_a_stored_request_of_more_answers_than_places_cannot_be_resumed(world: World) -> None:
+    wide = await limiting(world, KeyFile())
+    narrow = await limiting(world, KeyFile(), max_sessions=2)
+    async with calling(wide) as client, calling(narrow) as other:
+        body = await client.complete(n=3)
+        session_id = body["id"].removeprefix("cmpl-")
+        response = await other.raw.get(f"/v1/sessions/{session_id}/events")
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, "session_id")
+        assert "must have <= 2 answers" in error["message"]
