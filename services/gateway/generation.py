@@ -49,7 +49,7 @@ from services.gateway.request.validate import (
     tenant_salt_for,
 )
 from services.gateway.session.runner import SessionRunner
-from services.gateway.session.streams import Pump, Streams
+from services.gateway.session.streams import PreparedClaim, Pump, Streams
 from services.gateway.telemetry.observer import RequestObserver, RequestObservers
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class Generation:
         """Start a session, or join the one of the same idempotency key."""
         with self.observe(request, call) as observer, self.admit(request) as [slot]:
             deadline_ns = self.deadline_ns(call)
-            await self.reserve(request, slot, deadline_ns)
+            await self.reserve([request], [slot], deadline_ns)
             runner = await self.begin(await self.check(request, slot), slot, deadline_ns)
             with self.answer(runner, slot, call, observer) as answer:
                 yield answer
@@ -200,7 +200,9 @@ class Generation:
     async def resume(self, request: pb.ResumeRequest, call: ClientCall) -> AsyncIterator[AnswerStream]:
         """Continue the session of a stream that was cut off."""
         with self.observe(request, call) as observer, self.admit_resume() as slot:
-            runner = await self.claim(request, slot, self.deadline_ns(call))
+            deadline_ns = self.deadline_ns(call)
+            claims = await self.prepare_claims([request], [slot], deadline_ns)
+            runner = await self.claim(claims.pop(), deadline_ns)
             with self.answer(runner, slot, call, observer) as answer:
                 yield answer
 
@@ -278,14 +280,14 @@ class Generation:
             yield [held.enter_context(self.streams.admit(principal)) for _ in range(sessions)]
 
     def admit_resume(self) -> AbstractContextManager[AdmissionSlot]:
-        """Hold a slot; `Streams.claim` reserves what the answer still needs."""
+        """Hold a slot; `prepare_claims` reserves what the answer still needs."""
         return self.streams.admit(caller())
 
     async def reserve(
-        self, request: pb.GenerateRequest, slot: AdmissionSlot, deadline_ns: int | None
+        self, requests: Sequence[pb.GenerateRequest], slots: Sequence[AdmissionSlot], deadline_ns: int | None
     ) -> None:
-        """Reserve the most output tokens of the request. Raise Overloaded or StoreUnavailable."""
-        await self.streams.reserve(slot, self._max_output_tokens(request), deadline_ns)
+        """Reserve the most output tokens of each request. Raise Overloaded or StoreUnavailable."""
+        await self.streams.reserve(slots, [*map(self._max_output_tokens, requests)], deadline_ns)
 
     async def check(self, request: pb.GenerateRequest, slot: AdmissionSlot) -> Request:
         """Return the checked request, tokenized. Raise InvalidField, Unimplemented or GrammarsUnavailable.
@@ -319,15 +321,18 @@ class Generation:
         spec = replace(request.spec, session_id=session_id, arrival_ns=time.time_ns(), tenant_salt=salt)
         return await self.streams.create(slot, spec, request.body_hash, deadline_ns, stored or {})
 
-    async def claim(
-        self, request: pb.ResumeRequest, slot: AdmissionSlot, deadline_ns: int | None
-    ) -> SessionRunner:
-        """Check the request and take over its session; return its runner."""
-        parsed = parse_resume(request)
-        bind_contextvars(session_id=parsed.session_id)
-        return await self.streams.claim(
-            slot, parsed.session_id, parsed.next_index, parsed.seen_hash, deadline_ns
-        )
+    async def prepare_claims(
+        self, requests: Sequence[pb.ResumeRequest], slots: Sequence[AdmissionSlot], deadline_ns: int | None
+    ) -> list[PreparedClaim]:
+        """Check the requests and their sessions, and reserve what all of their answers still need."""
+        resumes = [*map(parse_resume, requests)]
+        bind_contextvars(session_id=resumes[0].session_id)
+        return await self.streams.prepare_claims(slots, resumes, deadline_ns)
+
+    async def claim(self, claim: PreparedClaim, deadline_ns: int | None) -> SessionRunner:
+        """Take over a session; return its runner."""
+        bind_contextvars(session_id=claim.resume.session_id)
+        return await self.streams.claim(claim, deadline_ns)
 
     def admit_read(self) -> AbstractContextManager[None]:
         """Hold a slot for `read`, and for what is made of the session. Raise Overloaded."""

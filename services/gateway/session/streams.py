@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
@@ -43,6 +44,7 @@ from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import NewSession, OwnerChanged, SessionStore, StoredSession
 from services.gateway.client_call import ClientCall, once
 from services.gateway.clock import Timeouts
+from services.gateway.request.validate import ResumeSpec
 from services.gateway.session.budgets import Budgets
 from services.gateway.session.own_sources import OwnSources
 from services.gateway.session.replay import SPEC_FIELD, Replays, stored_spec
@@ -63,6 +65,17 @@ _SESSIONS_AN_AUDIT = 16
 """Streams of a gateway for each audit that clients may have it make at once."""
 _OWNER_PAUSE_MS = 2_000
 """An owner that has written nothing for this long may have stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedClaim:
+    """A session that may be claimed: as it was read at `called_ns`, with at most `left` tokens to come."""
+
+    slot: AdmissionSlot
+    resume: ResumeSpec
+    stored: StoredSession
+    left: int
+    called_ns: int
 
 
 class Streams:
@@ -129,12 +142,18 @@ class Streams:
         """Return how many streams the principal can have open at once."""
         return self._admission.most(principal)
 
-    async def reserve(self, slot: AdmissionSlot, tokens: int, deadline_ns: int | None) -> None:
-        """Reserve output tokens of the principal's budget. Raise Overloaded or StoreUnavailable."""
+    async def reserve(
+        self, slots: Sequence[AdmissionSlot], tokens: Sequence[int], deadline_ns: int | None
+    ) -> None:
+        """Reserve output tokens of a principal's budget, for each of the slots of a call.
+
+        They are reserved at once: a full budget admits them all. Raise Overloaded or StoreUnavailable.
+        """
         until_ns = self._timeouts.store_deadline_ns(self._clock.now_ns(), deadline_ns)
         with _counted_refusals():
-            await self._budgets.reserve(slot.principal, tokens, until_ns)
-        slot.reserved += tokens
+            await self._budgets.reserve(slots[0].principal, sum(tokens), until_ns)
+        for slot, its_tokens in zip(slots, tokens, strict=True):
+            slot.reserved += its_tokens
 
     def charge(self, slot: AdmissionSlot, tokens: int) -> None:
         """Charge the slot's principal for tokens that a call made the gateway read."""
@@ -198,31 +217,35 @@ class Streams:
         observer.opened(session, stored, called_ns)
         return self._runner(session, stored, slot.principal, called_ns, deadline_ns)
 
-    async def claim(
-        self,
-        slot: AdmissionSlot,
-        session_id: str,
-        next_index: int,
-        seen_hash: bytes,
-        deadline_ns: int | None,
-    ) -> SessionRunner:
+    async def prepare_claims(
+        self, slots: Sequence[AdmissionSlot], resumes: Sequence[ResumeSpec], deadline_ns: int | None
+    ) -> list[PreparedClaim]:
+        """Read and check the sessions of a call, and reserve what their answers still need, all at once.
+
+        Raise UnknownSession, StoreUnavailable, InvalidField, LogLost if a stored session cannot be read or is
+        not the client's, or Overloaded if the token budget does not cover the rest of the answers. All is
+        checked before a session is claimed, so a refused call leaves its owner alone.
+        """
+        claims = []
+        for slot, resume in zip(slots, resumes, strict=True):
+            called_ns = self._clock.now_ns()
+            stored = await self.read(resume.session_id, slot.principal, deadline_ns)
+            left = check_resume(stored, resume.next_index, resume.seen_hash)
+            claims.append(PreparedClaim(slot, resume, stored, left, called_ns))
+        await self.reserve(slots, [claim.left for claim in claims], deadline_ns)
+        return claims
+
+    async def claim(self, claim: PreparedClaim, deadline_ns: int | None) -> SessionRunner:
         """Take over a session for a client that has output tokens [0, next_index); return its runner.
 
-        Raise UnknownSession, StoreUnavailable, OwnerChanged, InvalidField, LogLost if the stored session
-        cannot be read or is not the client's, or Overloaded if the token budget does not cover the rest of
-        the answer. All is checked before the session is claimed, so a refused call leaves its owner alone.
-        The replay is charged.
+        Charge the replay. Raise StoreUnavailable, OwnerChanged, or LogLost.
         """
+        slot, resume = claim.slot, claim.resume
         nonce = secrets.token_bytes(NONCE_BYTES)
-        called_ns = self._clock.now_ns()
-        until_ns = self._timeouts.store_deadline_ns(called_ns, deadline_ns)
-        principal = slot.principal.name
-        read = await retry("read", lambda: self._store.read(session_id, principal), until_ns, self._clock)
-        await self.reserve(slot, check_resume(read, next_index, seen_hash), deadline_ns)
-        stored, answer = await self._take_over(slot, read, nonce, deadline_ns)
-        session = await self._session(stored, answer, next_index, seen_hash)
-        request_observer().opened(session, stored, called_ns, next_index)
-        return self._runner(session, stored, slot.principal, called_ns, deadline_ns)
+        stored, answer = await self._take_over(slot, claim.stored, nonce, deadline_ns)
+        session = await self._session(stored, answer, resume.next_index, resume.seen_hash)
+        request_observer().opened(session, stored, claim.called_ns, resume.next_index)
+        return self._runner(session, stored, slot.principal, claim.called_ns, deadline_ns)
 
     def admit_read(self, principal: Principal) -> AbstractContextManager[None]:
         """Hold a slot for reads of sessions. Raise Overloaded."""

@@ -103,8 +103,8 @@ class ChoiceRunner:
             generation.check_choices(len(requests), form.n)
             slots = [slot for one in requests for slot in held.enter_context(generation.admit(one, form.n))]
             deadline_ns = generation.deadline_ns(call)
-            for index, slot in enumerate(slots):
-                await generation.reserve(requests[index // form.n], slot, deadline_ns)
+            each = [requests[index // form.n] for index in range(len(slots))]
+            await generation.reserve(each, slots, deadline_ns)
             checked = [
                 await generation.check(one, slots[index * form.n]) for index, one in enumerate(requests)
             ]
@@ -120,7 +120,7 @@ class ChoiceRunner:
                 )
 
             group = _Group(self, call, reader, slots, [START] * form.choices, form.n, form.rounds)
-            await group.run(first, observer, lambda index: requests[index // form.n], begin)
+            await group.run(first, observer, each.__getitem__, begin)
 
     async def resume(
         self,
@@ -133,20 +133,23 @@ class ChoiceRunner:
         """Continue the choices of a request at these places."""
         generation = self.generation
 
-        def request(index: int) -> pb.ResumeRequest:
-            at = positions[index]
-            name = choice_id(session_id, index)
-            return pb.ResumeRequest(session_id=name, next_index=at.index, seen_hash=at.seen_hash)
-
-        with generation.observe(request(0), call) as observer, ExitStack() as held:
+        requests = [
+            pb.ResumeRequest(
+                session_id=choice_id(session_id, index), next_index=at.index, seen_hash=at.seen_hash
+            )
+            for index, at in enumerate(positions)
+        ]
+        with generation.observe(requests[0], call) as observer, ExitStack() as held:
             generation.check_resumed_choices(form.choices)
             slots = [held.enter_context(generation.admit_resume()) for _ in range(form.choices)]
+            deadline_ns = generation.deadline_ns(call)
+            claims = dict(enumerate(await generation.prepare_claims(requests, slots, deadline_ns)))
 
             def claim(index: int) -> Awaitable[SessionRunner]:
-                return generation.claim(request(index), slots[index], generation.deadline_ns(call))
+                return generation.claim(claims.pop(index), deadline_ns)  # it holds the token log
 
             group = _Group(self, call, reader, slots, positions, 1, form.rounds)
-            await group.run(await claim(0), observer, request, claim)
+            await group.run(await claim(0), observer, requests.__getitem__, claim)
 
     def traced(self, call: HttpCall) -> AbstractAsyncContextManager[None]:
         """Give a further choice an observer of its own, in the context of its task."""

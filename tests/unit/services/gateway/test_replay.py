@@ -17,10 +17,12 @@ from galley.core.records import TokenRecord, encode_records
 from galley.core.session.machine import SessionLimits
 from galley.core.store import NewSession, OwnerChanged, Ownership, StoredSession
 from services.gateway.clock import Timeouts
+from services.gateway.request.validate import ResumeSpec
 from services.gateway.session.replay import SLICE_TOKENS, SPEC_FIELD
 from services.gateway.session.runner import Ports, SessionRunner
 from services.gateway.session.streams import Streams
 from tests.fakes import owners
+from tests.fakes.resumes import resumed
 from tests.fakes.session_ports import SPEC, ManualClock, NoDraft, PortTarget
 from tests.fakes.store import MemoryStore
 
@@ -65,7 +67,7 @@ class Replaying:
 
     async def claim(self, session_id: str = "s", principal: Principal = ME) -> SessionRunner:
         with self.streams.admit(principal) as slot:
-            return await self.streams.claim(slot, session_id, 0, b"", None)
+            return await resumed(self.streams, slot, ResumeSpec(session_id, 0, b""))
 
     @asynccontextmanager
     async def claiming(self) -> AsyncIterator[asyncio.Task[SessionRunner]]:
@@ -239,4 +241,4 @@ async def test_a_resume_is_charged_for_what_it_replays() -> None:
     poor = replace(ME, limits=PrincipalLimits(tokens_per_s=1.0, burst_tokens=LONG))
     await world.claim(principal=poor)
     with world.streams.admit(poor) as slot, pytest.raises(Overloaded, match="no token budget left"):
-        await world.streams.reserve(slot, 1, None)
+        await world.streams.reserve([slot], [1], None)

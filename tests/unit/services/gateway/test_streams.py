@@ -23,6 +23,7 @@ from galley.core.store import NewSession, OwnerChanged, Ownership, StoredSession
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import SECOND, MonotonicClock, Timeouts
 from services.gateway.generation import Generation
+from services.gateway.request.validate import ResumeSpec
 from services.gateway.service import GatewayService
 from services.gateway.servicer import GenerationServicer
 from services.gateway.session.outbox import Outbox
@@ -31,6 +32,7 @@ from services.gateway.session.runner import Ports, SessionRunner
 from services.gateway.session.streams import Pump, Streams
 from services.gateway.telemetry.observer import RequestObservers
 from tests.fakes.owners import create, hashes_of
+from tests.fakes.resumes import resumed
 from tests.fakes.session_ports import SPEC, TOKEN, ManualClock, NoDraft, PortTarget
 from tests.fakes.store import MemoryStore
 
@@ -230,7 +232,7 @@ class Takeover:
 
     async def resume(self, next_index: int = 0, seen_hash: bytes = b"") -> Ownership:
         with self.streams.admit(Principal("me")) as slot:
-            return (await self.streams.claim(slot, "s", next_index, seen_hash, None)).log.owner
+            return (await resumed(self.streams, slot, ResumeSpec("s", next_index, seen_hash))).log.owner
 
 
 async def test_a_call_replaces_no_owner_that_claimed_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +301,7 @@ async def test_a_draining_gateway_hands_its_sessions_over_after_a_round() -> Non
     await world.rival()
     async with asyncio.timeout(20):
         with world.streams.admit(Principal("me")) as slot:
-            runner = await world.streams.claim(slot, "s", 0, b"", None)
+            runner = await resumed(world.streams, slot, ResumeSpec("s", 0, b""))
             runner.outbox.discard()
             with world.streams.running(runner):
                 gateway = GatewayService(world.streams, AsyncExitStack(), drain_timeout_s=0.0)
@@ -332,7 +334,7 @@ async def test_a_principal_in_debt_gets_no_slot() -> None:
     with streams.admit(alice) as slot:
         streams.charge(slot, 100)
         with pytest.raises(Overloaded):  # by what the store holds
-            await streams.reserve(slot, 1, None)
+            await streams.reserve([slot], [1], None)
     with pytest.raises(Overloaded, match="alice has no token budget left"), streams.admit(alice):
         pass
     with streams.admit(Principal("bob", alice.limits)):

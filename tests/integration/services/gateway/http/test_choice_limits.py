@@ -1,4 +1,4 @@
-"""Requests for several answers: refused for good where they can never fit."""
+"""Requests for several answers: admitted as one, or refused for good where they can never fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import pytest
 
-from tests.fakes.http_client import BODY, HttpClient, http_client
+from tests.fakes.http_client import BODY, Events, HttpClient, http_client
 from tests.fakes.world import Gateway, World
 from tests.integration.services.gateway.callers import ALICE, BOB, KeyFile
 
@@ -68,3 +68,46 @@ async def test_a_stored_request_of_more_answers_than_places_cannot_be_resumed(wo
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (400, "session_id")
         assert "must have <= 2 answers" in error["message"]
+
+
+BURST = KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 60")
+
+
+async def test_a_full_budget_admits_all_answers_of_a_request(world: World) -> None:
+    gateway = await limiting(world, BURST)
+    async with calling(gateway) as client:
+        choices = (await client.complete(n=3, max_tokens=30))["choices"]
+        assert [choice["finish_reason"] for choice in choices] == ["length"] * 3
+        await gateway.idle()
+        refused = await client.post(COMPLETIONS, BODY)
+        assert refused.status_code == 429, "the answers have used the budget up"
+
+
+async def test_what_answers_do_not_use_is_returned(world: World) -> None:
+    gateway = await limiting(world, BURST)
+    async with calling(gateway) as client:
+        body = {"prompt": "x", "max_tokens": 1, "n": 2}
+        assert len((await client.complete(**body))["choices"]) == 2
+        await gateway.idle()
+        left = 60 - 2 * (1 + 1)
+        refused = await client.post(COMPLETIONS, BODY | body | {"max_tokens": left // 2 + 1})
+        assert refused.status_code == 429
+        assert f"for {left + 2} tokens" in refused.json()["error"]["message"]
+        assert len((await client.complete(**body | {"max_tokens": left // 2}))["choices"]) == 2
+
+
+async def test_a_full_budget_lets_all_answers_of_a_request_resume(world: World) -> None:
+    body = BODY | {"n": 3, "max_tokens": 30, "return_token_ids": True}
+    first = await limiting(world, KeyFile(), draft="none")
+    second = await limiting(world, BURST, draft="none")
+    async with calling(first) as client, calling(second) as other:
+        whole = await client.stream(COMPLETIONS, body)
+        events = Events()
+        world.target.gate.close_after(3)
+        async with client.open(COMPLETIONS, body) as response:
+            await events.listen(response, until=1)
+        world.target.gate.open()
+        await first.idle()
+        await other.resume(events)
+        assert events.is_done
+        assert [events.tokens(index) for index in range(3)] == [whole.tokens(index) for index in range(3)]
