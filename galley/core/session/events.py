@@ -326,6 +326,8 @@ class RoundEnded:
     `k` is the last number of tokens requested. `strategy` is what proposed draft tokens last ("none" without
     any); `sources` divides them by what proposed each. `tree` is None for a chain.
     With `reads_prompt`, the target read more than the session's last token before this verdict.
+    `undrafted` counts tokens that the target verified besides those of the `verdict`, though nothing had
+    drafted them.
     """
 
     verdict: Verified
@@ -345,6 +347,12 @@ class RoundEnded:
     reads_prompt: bool = False
     sources: tuple[SourceTokens, ...] = ()
     tree: VerifiedTree | None = None
+    undrafted: int = 0
+
+    @property
+    def wasted_rows(self) -> int:
+        """Return how many rows the target computed without confirming a token."""
+        return self.verdict.verified + self.undrafted + 1 - self.confirmed
 
     @property
     def depth(self) -> int:

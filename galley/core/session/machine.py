@@ -433,7 +433,8 @@ class Session:
             self._end_with(Broken(f"the target's verdict {violation}"))
             return
         nodes = self._verified_nodes(event, open_verify) if event.verified else _NO_NODES
-        if (drafted := len(nodes.sources)) < event.verified:
+        if nodes.undrafted:
+            drafted = len(nodes.sources)
             event = replace(event, accepted=min(event.accepted, drafted), verified=drafted)
         self._confirm(event, nodes, now, reads_prompt=open_verify.prefills)
         self._after_verdict(event, now)
@@ -454,7 +455,7 @@ class Session:
             end = next((i for i, source in enumerate(sources) if not source and i >= own), len(sources))
             self._round.record_sent([GRAMMAR] * sources[:end].count(""))
             sources = [source or GRAMMAR for source in sources[:end]]
-        return VerifiedNodes(sources)
+        return VerifiedNodes(sources, undrafted=event.verified - len(sources))
 
     def _confirm(self, event: ev.Verified, nodes: VerifiedNodes, now: int, *, reads_prompt: bool) -> None:
         """Take a verdict; `nodes` are the draft tokens that it verified."""

@@ -24,12 +24,14 @@ _NO_DRAFT = Timing()
 class VerifiedNodes:
     """Verified draft tokens: what proposed each, their tree, and which of a tree were accepted.
 
-    Of a chain (no `parents`), the first ones were accepted.
+    Of a chain (no `parents`), the first ones were accepted. `undrafted` counts the further tokens that the
+    target verified although nothing here had drafted them.
     """
 
     sources: Sequence[str] = ()
     parents: Parents = CHAIN
     path: Sequence[int] = ()
+    undrafted: int = 0
 
 
 _NO_NODES = VerifiedNodes()
@@ -93,6 +95,7 @@ class Round:
             reads_prompt,
             self._by_source(nodes, accepted),
             _verified_tree(nodes, accepted) if nodes.parents else None,
+            nodes.undrafted,
         )
 
     def _by_source(self, nodes: VerifiedNodes, accepted: int) -> tuple[SourceTokens, ...]:

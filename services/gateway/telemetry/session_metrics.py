@@ -221,7 +221,7 @@ class SessionCounts:
         of.accepted_by_rank.add((done.accepted,) if tree is None else tree.accepted_by_rank)
         of.verified_by_rank.add((verified,) if tree is None else tree.verified_by_rank)
         of.rejected.value += verified - done.accepted
-        of.wasted_rows.value += verified + 1 - done.confirmed
+        of.wasted_rows.value += done.wasted_rows
         of.draft_wait.observe(done.exposed_draft_ns / _SECOND)
         of.duration.observe((done.ended_ns - done.started_ns) / _SECOND, self._span, at_s)
         if done.overlap != "none":

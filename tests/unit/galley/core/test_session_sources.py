@@ -185,6 +185,12 @@ def test_only_tokens_that_the_grammar_forces_count_as_its_draft(forced: int) -> 
     assert sum(record.from_draft for record in here.session.answer.records) == forced
 
 
+@pytest.mark.parametrize(("verified", "accepted", "forced"), [(4, 4, 0), (4, 3, 2), (4, 1, 4), (4, 0, 0)])
+def test_a_row_is_wasted_unless_it_confirms_a_token(verified: int, accepted: int, forced: int) -> None:
+    [done] = of_target(verified, accepted, ANY_JSON, forced).rounds
+    assert done.wasted_rows == verified - accepted
+
+
 @pytest.mark.parametrize(("verified", "grammar"), [(5, ANY_JSON), (3, None)])
 def test_a_target_verifies_at_most_k_tokens_that_it_was_not_sent_and_only_of_a_grammar(
     verified: int, grammar: GrammarSpec | None

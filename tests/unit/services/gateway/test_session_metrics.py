@@ -156,6 +156,13 @@ def test_trees_are_counted_by_position_and_rank(registry: Registry, counts: Sess
     assert describe_counts((2,), (6, 2)) == ("0 2/6", "1 0/2")
 
 
+def test_tokens_that_nothing_drafted_waste_no_rows(registry: Registry, counts: SessionCounts) -> None:
+    """A target may verify what the grammar forces, although the grammar of the gateway has stopped."""
+    verdict = ev.Verified(1, 3, (7,) * 5, 0, 0, 7, "build")
+    counts.round_ended(ev.RoundEnded(verdict, 0, 9, 0, 0, 5, 0, 0, 9, 0, ev.Timing(), undrafted=4))
+    assert number(registry, catalogue.WASTED_VERIFY_TOKENS) == 0
+
+
 def test_unverified_proposals_count_as_wasted(registry: Registry, sessions: SessionMetrics) -> None:
     observer = RequestObserver(sessions=sessions)
     own = {"grammar": ev.SourceTokens("grammar", 3, 3, 3)}
