@@ -17,7 +17,7 @@ from galley.core.session.sources import LocalSources
 
 CompileGrammar: TypeAlias = "Callable[[str, GrammarSpec], Awaitable[CompiledGrammar]]"
 
-_INDEXED_SLICE, _PREDICTED_SLICE, _GRAMMAR_SLICE = 2048, 64, 16
+_PREDICTED_SLICE, _GRAMMAR_SLICE = 64, 16
 """Tokens of a slice: about 1 ms, at worst. A grammar may be made to take 6 ms a token."""
 _GRANT_NS, _MOST_GRANTED_NS = 100_000, 20_000_000
 """Time of the event loop that a grammar gets for each output token; and the most that it can save up."""
@@ -90,7 +90,8 @@ class OwnSources:
         prediction = None
         if spec.prediction:
             prediction = PredictionLookup(spec.prediction, self._predictions)
-            await _follow(spec.prediction, prediction.index, _INDEXED_SLICE)
+            for _ in prediction.index():
+                await asyncio.sleep(0)
             await _follow(answer.output, prediction.follow, _PREDICTED_SLICE)
         return LocalSources(None if is_over else await self._grammar(answer, principal), prediction)
 
