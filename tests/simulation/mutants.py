@@ -125,7 +125,7 @@ def _only_accepted_once(draft: DraftReplica) -> bool:
     return not draft.is_accepted
 
 
-def _unchecked(_stored: StoredSession, _next_index: int, _seen_hash: bytes) -> int:
+def _unchecked(_stored: StoredSession, _spec: SessionSpec, _next_index: int, _seen_hash: bytes) -> int:
     """Let every Resume pass, as if nothing of the answer were left."""
     return 0
 
@@ -139,15 +139,15 @@ async def _own_bucket(store: SimStore, bucket: TokenBucket, exchange: Exchange) 
     return await _exchange(store, own, exchange)
 
 
-def _reserving_nothing(stored: StoredSession, next_index: int, seen_hash: bytes) -> int:
-    check_resume(stored, next_index, seen_hash)
+def _reserving_nothing(stored: StoredSession, spec: SessionSpec, next_index: int, seen_hash: bytes) -> int:
+    check_resume(stored, spec, next_index, seen_hash)
     return 0
 
 
-def _unchecked_at_the_end(stored: StoredSession, next_index: int, seen_hash: bytes) -> int:
+def _unchecked_at_the_end(stored: StoredSession, spec: SessionSpec, next_index: int, seen_hash: bytes) -> int:
     """Check `seen_hash` only if the log holds more than the client has."""
     is_end = next_index == len(stored.tokens) - stored.prompt_len
-    return check_resume(stored, next_index, b"" if is_end else seen_hash)
+    return check_resume(stored, spec, next_index, b"" if is_end else seen_hash)
 
 
 class Unchecked(Delivery):

@@ -10,10 +10,10 @@ import dataclasses
 import enum
 import json
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from galley.core.answer.text import TextStream
 from galley.core.content import PrefixHasher, prefix_hash, token_bytes, tokens_from_bytes
@@ -22,6 +22,13 @@ from galley.core.records import PositionLogprobs, TokenRecord
 from galley.core.sampling_params import SamplingParams
 from galley.core.values import value
 
+_T = TypeVar("_T")
+Steps: TypeAlias = Generator[None, None, _T]
+"""Work in steps, between which others may have a turn."""
+
+# Tokens of a prediction that are converted in one step, in up to 1 ms.
+_PIECE_TOKENS = 32 * 1024
+_PIECE_BYTES = 4 * _PIECE_TOKENS
 # Bounds the messages in which a resumed stream replays a long answer; encoding logprobs takes 0.1 ms a token.
 MAX_CHUNK_TOKENS, MAX_LOGPROBS_CHUNK_TOKENS = 64, 16
 
@@ -200,6 +207,11 @@ def encode_spec(spec: SessionSpec) -> bytes:
     Fields at their default are left out, to keep a session small. The defaults of SessionSpec and
     SamplingParams are therefore part of the stored format: they mean "not set" and must not change.
     """
+    return result_of(encoding(spec))
+
+
+def encoding(spec: SessionSpec) -> Steps[bytes]:
+    """Return the steps of `encode_spec`: one, or with a long `prediction` several, of 1 to 2 ms each."""
     fields = _changed(spec)
     del fields["session_id"], fields["prompt"]
     fields["sampling"] = _changed(spec.sampling)
@@ -212,12 +224,22 @@ def encode_spec(spec: SessionSpec) -> bytes:
     if spec.grammar is not None:
         fields["grammar"] = [getattr(spec.grammar, name) for name in _GRAMMAR_FIELDS]
     if "prediction" in fields:
-        fields["prediction"] = b64encode(token_bytes(spec.prediction)).decode()
+        words = bytearray()
+        for at in range(0, len(spec.prediction), _PIECE_TOKENS):
+            words += token_bytes(spec.prediction[at : at + _PIECE_TOKENS])
+            if len(spec.prediction) > _PIECE_TOKENS:
+                yield
+        fields["prediction"] = b64encode(words).decode()
     return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
 
 def decode_spec(data: bytes, session_id: str, prompt: tuple[int, ...]) -> SessionSpec:
     """Return the inverse of `encode_spec`. Raise ValueError, KeyError or TypeError for invalid `data`."""
+    return result_of(decoding(data, session_id, prompt))
+
+
+def decoding(data: bytes, session_id: str, prompt: tuple[int, ...]) -> Steps[SessionSpec]:
+    """Return the steps of `decode_spec`: one, or with a long `prediction` several, of 1 to 2 ms each."""
     fields: dict[str, Any] = json.loads(data)
     sampling = fields.pop("sampling")
     if "logit_bias" in sampling:
@@ -231,8 +253,27 @@ def decode_spec(data: bytes, session_id: str, prompt: tuple[int, ...]) -> Sessio
     if "grammar" in fields:
         fields["grammar"] = GrammarSpec(*fields["grammar"])
     if "prediction" in fields:
-        fields["prediction"] = tuple(tokens_from_bytes(b64decode(fields["prediction"], validate=True)))
+        is_long = len(fields["prediction"]) > _PIECE_BYTES
+        if is_long:
+            yield
+        words = b64decode(fields["prediction"], validate=True)
+        prediction: list[int] = []
+        for at in range(0, len(words), _PIECE_BYTES):
+            prediction += tokens_from_bytes(words[at : at + _PIECE_BYTES])
+            if is_long:
+                yield
+        fields["prediction"] = tuple(prediction)
     return SessionSpec(session_id=session_id, prompt=prompt, sampling=SamplingParams(**sampling), **fields)
+
+
+def result_of(steps: Steps[_T]) -> _T:
+    """Take all steps at once; return their result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            result: _T = done.value
+            return result
 
 
 def encode_ending(ending: Ending) -> bytes:

@@ -11,7 +11,7 @@ from galley.core.answer.answer import SessionSpec
 from galley.core.errors import LogLost
 from galley.core.records import decode_records
 from galley.core.store import StoredSession
-from services.gateway.session.replay import stored_spec
+from services.gateway.session.replay import read_spec
 
 _PIECE_TOKENS = 32 * 1024
 _SLICE_RECORDS = 256
@@ -53,7 +53,7 @@ class LoggedAnswer:
 
 async def logged_answer(stored: StoredSession) -> LoggedAnswer:
     """Return the answer of a stored session. Raise LogLost if it cannot be read, or no target computed it."""
-    spec, length = stored_spec(stored), len(stored.tokens)
+    spec, length = await read_spec(stored), len(stored.tokens)
     if length > spec.max_position or await _largest(stored.tokens) >= spec.vocab_size:
         raise LogLost("the log has tokens that no target draws")
     starts: list[tuple[int, str]] = []

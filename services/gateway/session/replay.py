@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from itertools import islice
+from typing import TypeVar
 
-from galley.core.answer.answer import Answer, SessionSpec, decode_spec
+from galley.core.answer.answer import Answer, SessionSpec, Steps, decoding, encoding, result_of
 from galley.core.errors import LogLost
 from galley.core.records import TokenRecord, decode_records
 from galley.core.store import StoredSession
+
+_T = TypeVar("_T")
 
 SPEC_FIELD = "spec"
 _PIECE_TOKENS = 32 * 1024
@@ -44,9 +48,20 @@ class Replays:
             await asyncio.sleep(0)
         return answer
 
-    async def replay(self, stored: StoredSession) -> Answer:
-        """Return the answer that the log holds. Raise LogLost if a record cannot be read."""
-        answer = await self.begin(stored_spec(stored))
+    async def encode(self, spec: SessionSpec) -> bytes:
+        """Return `encode_spec`, in slices."""
+        return await _in_turns(encoding(spec), self._turn)
+
+    async def spec_of(self, stored: StoredSession) -> SessionSpec:
+        """Return the request of a stored session. Raise LogLost if it cannot be read."""
+        return await read_spec(stored, self._turn)
+
+    async def replay(self, stored: StoredSession, spec: SessionSpec | None = None) -> Answer:
+        """Return the answer that the log holds; `spec` is its request, if that was read already.
+
+        Raise LogLost if the session cannot be read.
+        """
+        answer = await self.begin(spec or await self.spec_of(stored))
         output = stored.tokens[stored.prompt_len :]
         await self._append(answer, zip(output, decode_records(stored.meta), strict=True))
         return answer
@@ -76,9 +91,35 @@ class Replays:
                     await asyncio.sleep(0)
 
 
+async def read_spec(
+    stored: StoredSession, turn: AbstractAsyncContextManager[object] | None = None
+) -> SessionSpec:
+    """Return the request of a stored session, read in slices within `turn`. Raise LogLost."""
+    return await _in_turns(_decoding(stored), turn or nullcontext())
+
+
+async def _in_turns(steps: Steps[_T], turn: AbstractAsyncContextManager[object]) -> _T:
+    """Take the steps in turns of their own, but the first at once."""
+    try:
+        next(steps)
+        async with turn:
+            while True:
+                await asyncio.sleep(0)
+                next(steps)
+    except StopIteration as done:
+        result: _T = done.value
+        return result
+
+
 def stored_spec(stored: StoredSession) -> SessionSpec:
+    """Return the request of a stored session, at once. Raise LogLost if it cannot be read."""
+    return result_of(_decoding(stored))
+
+
+def _decoding(stored: StoredSession) -> Steps[SessionSpec]:
     prompt = tuple(stored.tokens[: stored.prompt_len])
     try:
-        return decode_spec(stored.fields[SPEC_FIELD], stored.ownership.session_id, prompt)
+        data = stored.fields[SPEC_FIELD]
+        return (yield from decoding(data, stored.ownership.session_id, prompt))
     except (ValueError, KeyError, TypeError) as error:
         raise LogLost("the stored session cannot be read") from error

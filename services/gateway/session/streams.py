@@ -23,7 +23,6 @@ from galley.core.answer.answer import (
     SessionSpec,
     decode_ending,
     encode_ending,
-    encode_spec,
 )
 from galley.core.content import prefix_hash
 from galley.core.errors import (
@@ -47,7 +46,7 @@ from services.gateway.clock import Timeouts
 from services.gateway.request.validate import ResumeSpec
 from services.gateway.session.budgets import Budgets
 from services.gateway.session.own_sources import OwnSources
-from services.gateway.session.replay import SPEC_FIELD, Replays, stored_spec
+from services.gateway.session.replay import SPEC_FIELD, Replays
 from services.gateway.session.runner import Ports, SessionRunner
 from services.gateway.store.redis import NONCE_BYTES
 from services.gateway.store.session_log import SessionLog, StoreTime, read_store_time, retry
@@ -74,6 +73,7 @@ class PreparedClaim:
     slot: AdmissionSlot
     resume: ResumeSpec
     stored: StoredSession
+    spec: SessionSpec
     left: int
     called_ns: int
 
@@ -198,7 +198,7 @@ class Streams:
         StoreUnavailable.
         """
         observer = request_observer()
-        fields = {SPEC_FIELD: encode_spec(spec), **observer.stored_fields(), **stored_fields}
+        fields = {SPEC_FIELD: await self._replays.encode(spec), **observer.stored_fields(), **stored_fields}
         new = NewSession(spec.session_id, slot.principal.name, body_hash, fields, spec.prompt)
         nonce = secrets.token_bytes(NONCE_BYTES)
         called_ns = self._clock.now_ns()
@@ -230,8 +230,9 @@ class Streams:
         for slot, resume in zip(slots, resumes, strict=True):
             called_ns = self._clock.now_ns()
             stored = await self.read(resume.session_id, slot.principal, deadline_ns)
-            left = check_resume(stored, resume.next_index, resume.seen_hash)
-            claims.append(PreparedClaim(slot, resume, stored, left, called_ns))
+            spec = await self._replays.spec_of(stored)
+            left = check_resume(stored, spec, resume.next_index, resume.seen_hash)
+            claims.append(PreparedClaim(slot, resume, stored, spec, left, called_ns))
         await self.reserve(slots, [claim.left for claim in claims], deadline_ns)
         return claims
 
@@ -242,7 +243,7 @@ class Streams:
         """
         slot, resume = claim.slot, claim.resume
         nonce = secrets.token_bytes(NONCE_BYTES)
-        stored, answer = await self._take_over(slot, claim.stored, nonce, deadline_ns)
+        stored, answer = await self._take_over(slot, claim.stored, nonce, deadline_ns, claim.spec)
         session = await self._session(stored, answer, resume.next_index, resume.seen_hash)
         request_observer().opened(session, stored, claim.called_ns, resume.next_index)
         return self._runner(session, stored, slot.principal, claim.called_ns, deadline_ns)
@@ -276,6 +277,10 @@ class Streams:
         return await retry(
             "read", lambda: self._store.read(session_id, principal.name), until_ns, self._clock
         )
+
+    async def spec_of(self, stored: StoredSession) -> SessionSpec:
+        """Return the request of a session that was read. Raise LogLost."""
+        return await self._replays.spec_of(stored)
 
     async def answer_of(self, stored: StoredSession, principal: Principal) -> tuple[Answer, Ending | None]:
         """Return the answer of a session that was read, and its end. Charge its replay; raise Overloaded."""
@@ -410,7 +415,12 @@ class Streams:
             finished(session, stored, principal)
 
     async def _take_over(
-        self, slot: AdmissionSlot, held: StoredSession, nonce: bytes, deadline_ns: int | None
+        self,
+        slot: AdmissionSlot,
+        held: StoredSession,
+        nonce: bytes,
+        deadline_ns: int | None,
+        spec: SessionSpec | None = None,
     ) -> tuple[StoredSession, Answer]:
         """Replay a session, then claim it from the owner that it had when it was read.
 
@@ -419,7 +429,7 @@ class Streams:
         """
         former = held.ownership
         self.charge(slot, len(held.tokens) - held.prompt_len)
-        answer = await self._replays.replay(held)
+        answer = await self._replays.replay(held, spec)
         until_ns = self._timeouts.store_deadline_ns(self._clock.now_ns(), deadline_ns)
 
         async def claim(time: StoreTime) -> StoredSession:
@@ -455,7 +465,7 @@ def _counted_refusals() -> Iterator[None]:
         raise
 
 
-def check_resume(stored: StoredSession, next_index: int, seen_hash: bytes) -> int:
+def check_resume(stored: StoredSession, spec: SessionSpec, next_index: int, seen_hash: bytes) -> int:
     """Return how many tokens of the answer are left at most.
 
     Raise InvalidField, LogLost or Unavailable unless a client can have `next_index` tokens of this hash.
@@ -463,7 +473,6 @@ def check_resume(stored: StoredSession, next_index: int, seen_hash: bytes) -> in
     A live session may hold fewer: a store that has lost its latest writes gets them again, from the owner,
     or if that writes nothing any more, from a new one.
     """
-    spec = stored_spec(stored)
     output = stored.tokens[stored.prompt_len :]
     longest = spec.max_position - stored.prompt_len
     if next_index > longest:

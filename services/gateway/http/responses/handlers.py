@@ -29,7 +29,6 @@ from services.gateway.http.responses.writers import response_stream
 from services.gateway.http.transport.errors import Refused
 from services.gateway.http.transport.front import CALL
 from services.gateway.http.transport.http_call import HttpCall
-from services.gateway.session.replay import stored_spec
 
 ROUTE = "/v1/responses/{response_id}"
 
@@ -87,7 +86,8 @@ class Responses:
         position = START
         if starting_after is not None:
             find = place_after if form.has_parts else position_after
-            most = stored_spec(stored).max_position - stored.prompt_len
+            spec = await self._generation.streams.spec_of(stored)
+            most = spec.max_position - stored.prompt_len
             after = find(starting_after, output, most, has_ended=stored.state == "finished")
             if after is None:
                 return Response(status_code=204)

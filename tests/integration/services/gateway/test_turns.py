@@ -45,6 +45,7 @@ CONTEXT, VOCAB = MOST_IDS, 1 << 17
 MIB = 1 << 20
 IDS = [1000 + index % (VOCAB - 1000) for index in range(CONTEXT - 100)]
 TEXT = "The quick brown fox. " * (CONTEXT // 21 - 20)
+PREDICTION = pb.Prediction(token_ids=pb.TokenIds(ids=IDS[: CONTEXT // 2]))
 LONG_TOKENS = 2000
 WORK = pb.TokenIds(ids=IDS).SerializeToString()
 _UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
@@ -59,6 +60,8 @@ class Calls:
     """The id of a session with a long answer and 20 logprobs a token."""
     response: str = ""
     """That of a long response."""
+    predicted: str = ""
+    """That of a session with a long prediction."""
     parts: str = ""
     """That of a long response that may call tools."""
 
@@ -139,7 +142,9 @@ CASES: dict[str, Callable[[Calls], Awaitable[object]]] = {
     "generate, ids that are not packed": lambda on: on.refused(UNPACKED),
     "generate, too many ids": lambda on: on.refused(PACKED),
     "generate, no message": lambda on: on.refused(RANDOM),
+    "generate, prediction": lambda on: on.generate(text="Tell me all.", prediction=PREDICTION),
     "resume": lambda on: on.resume(on.long),
+    "resume, prediction": lambda on: on.resume(on.predicted),
     "audit": lambda on: on.audit(on.long),
     "audit, ids": lambda on: on.generate_and_audit(token_ids=pb.TokenIds(ids=IDS)),
     "abort": lambda on: on.stub.Abort(pb.AbortRequest(session_id=on.long)),
@@ -241,6 +246,7 @@ async def test_no_turn_takes_more_than_five_milliseconds(
     turns = Turns(tmp_path / "turns")
     async with measured(world, tmp_path / "turns", monkeypatch) as on:
         on.long = await on.generate(text="Tell me all.", max_tokens=LONG_TOKENS, logprobs=20)
+        on.predicted = await on.generate(text="Tell me all.", prediction=PREDICTION)
         body = {"input": "Tell me all.", "max_output_tokens": LONG_TOKENS, "top_logprobs": 20}
         on.response = await on.post("/v1/responses", body)
         on.parts = await on.post("/v1/responses", {**body, "tools": [{"type": "function", "name": "now"}]})

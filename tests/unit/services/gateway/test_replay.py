@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from galley.core.admission.admission import Principal, PrincipalLimits
+from galley.core.answer import answer as answer_module
 from galley.core.answer.answer import Answer, Ending, Reason, SessionSpec, encode_spec
 from galley.core.errors import LogLost, Overloaded
 from galley.core.records import TokenRecord, encode_records
@@ -134,6 +135,37 @@ async def test_an_answer_is_made_in_a_turn_of_its_own(is_new: bool, monkeypatch:
         last = "_append"
     ticking.cancel()
     assert turns["create" if is_new else "read"] < turns["__init__"] < turns[last]
+
+
+PIECE_TOKENS = 32 * 1024
+PREDICTING = replace(SPEC, prediction=tuple(range(3 * PIECE_TOKENS + 1)))
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+async def test_a_long_prediction_is_converted_in_turns(is_new: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Replaying()
+    await world.stored(spec=PREDICTING, length=1)
+    name = "token_bytes" if is_new else "tokens_from_bytes"
+    convert = getattr(answer_module, name)
+    turns, sizes = [], []
+
+    def noted(piece: Any) -> Any:
+        turns.append(world.turns)
+        sizes.append(len(piece) if is_new else len(piece) // 4)
+        return convert(piece)
+
+    monkeypatch.setattr(answer_module, name, noted)
+    ticking = asyncio.create_task(world.tick())
+    if is_new:
+        with world.streams.admit(ME) as slot:
+            spec = replace(PREDICTING, session_id="new")
+            runner = await world.streams.create(slot, spec, b"body", None)
+    else:
+        runner = await world.claim()
+    ticking.cancel()
+    assert runner.session.spec.prediction == PREDICTING.prediction
+    assert sizes == [PIECE_TOKENS] * 3 + [1], "once"
+    assert len(set(turns)) == len(turns)
 
 
 async def test_answers_that_begin_together_are_made_in_turns_of_their_own(
