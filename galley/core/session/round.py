@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,8 @@ from galley.core.trees import CHAIN, Parents, depths, ranks
 from galley.core.values import value
 
 _NO_DRAFT = Timing()
+_KEPT_ROUNDS = 1024
+"""Rounds of a stream of which it keeps single times: the latest."""
 
 
 @value
@@ -119,6 +122,7 @@ class Round:
 class SpeculationStats:
     """Sums over the rounds of one stream; times in nanoseconds.
 
+    `orchestration_ns` has the latest 1,024 rounds, the latest last.
     A draft token for position i of the round was accepted in `accepted_at[i]` of the `verified_at[i]` rounds
     in which any was verified. `accepted_by_rank` and `verified_by_rank` count draft tokens by rank among the
     candidates for their position, the likeliest first.
@@ -137,7 +141,7 @@ class SpeculationStats:
     verify_ns: int = 0
     draft_compute_ns: int = 0
     verify_compute_ns: int = 0
-    orchestration_ns: list[int] = field(default_factory=list)
+    orchestration_ns: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_ROUNDS))
     accepted_at: list[int] = field(default_factory=list)
     verified_at: list[int] = field(default_factory=list)
     proposed: int = 0

@@ -1067,8 +1067,8 @@ class SpeculationStats(_message.Message):
     proposals_with_features: _builtins.int
     @_builtins.property
     def orchestration_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """For each round: its duration less the computing times of draft and target; with credit, the wait for the verdict
-        less the target's queueing and computing.
+        """For each of the latest 1,024 rounds, the latest last: its duration less the computing times of draft and target; with
+        credit, the wait for the verdict less the target's queueing and computing.
         """
 
     @_builtins.property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -81,7 +82,7 @@ def test_sums_over_rounds() -> None:
         verify_ns=1200,
         draft_compute_ns=300,
         verify_compute_ns=600,
-        orchestration_ns=[450, 250],
+        orchestration_ns=deque([450, 250]),
         accepted_at=[2, 1],
         verified_at=[2, 1, 1, 1],
         proposed=0,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from galley.core.session.events import RoundEnded, Timing, Verified
-from galley.core.session.round import plain_ns
+from galley.core.session.round import SpeculationStats, plain_ns
 
 MS = 1_000_000
 PLAIN = RoundEnded(
@@ -68,3 +68,11 @@ def test_plain_time_is_at_most_a_round_per_token(times_ms: list[int], confirmed:
         confirmed=confirmed,
     )
     assert 0 <= plain_ns(done) <= confirmed * round_ns
+
+
+def test_what_a_long_stream_keeps_of_its_rounds_is_bounded() -> None:
+    stats = SpeculationStats()
+    for index in range(3000):
+        stats.add(replace(PLAIN, orchestration_ns=index))
+    assert stats.rounds == 3000
+    assert list(stats.orchestration_ns) == list(range(3000 - 1024, 3000))
