@@ -8,7 +8,7 @@ share are named by a chain of hashes that starts from the salt of their tenant a
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TypeAlias
@@ -46,17 +46,44 @@ def chain_start(salt: bytes) -> bytes:
 
 
 def next_block_hash(previous: bytes, tokens: Sequence[int]) -> bytes:
-    return blake2b(previous + token_bytes(tokens), digest_size=HASH_BYTES, person=_BLOCK_PERSON).digest()
+    return _next_hash(previous, token_bytes(tokens))
 
 
-def block_hashes(salt: bytes, tokens: Sequence[int], block_tokens: int) -> list[bytes]:
-    """Return the chained hashes of the full blocks of `tokens`; hash i covers [0, (i + 1) * block_tokens)."""
-    hashes: list[bytes] = []
-    previous = chain_start(salt)
-    for end in range(block_tokens, len(tokens) + 1, block_tokens):
-        previous = next_block_hash(previous, tokens[end - block_tokens : end])
-        hashes.append(previous)
-    return hashes
+def _next_hash(previous: bytes, block: bytes) -> bytes:
+    return blake2b(previous + block, digest_size=HASH_BYTES, person=_BLOCK_PERSON).digest()
+
+
+class BlockChain:
+    """The chained hashes of the full blocks of tokens that are added part by part.
+
+    `hashes[i]` covers [0, (i + 1) * block_tokens).
+    """
+
+    __slots__ = ("_block_bytes", "_rest", "_start", "hashes")
+
+    def __init__(self, salt: bytes, block_tokens: int, hashes: Iterable[bytes] = ()) -> None:
+        """Begin after the blocks of these `hashes`, if any are known."""
+        self.hashes = list(hashes)
+        self._start = chain_start(salt)
+        self._block_bytes = block_tokens * array("I").itemsize
+        self._rest = b""
+
+    def add(self, tokens: Sequence[int]) -> None:
+        data, size = self._rest + token_bytes(tokens), self._block_bytes
+        previous = self.hashes[-1] if self.hashes else self._start
+        for end in range(size, len(data) + 1, size):
+            previous = _next_hash(previous, data[end - size : end])
+            self.hashes.append(previous)
+        self._rest = data[len(data) - len(data) % size :]
+
+
+def block_hashes(
+    salt: bytes, tokens: Sequence[int], block_tokens: int, known: Sequence[bytes] = ()
+) -> list[bytes]:
+    """Return the hashes of the `BlockChain` of `tokens`, of which the first `known` ones are not computed."""
+    chain = BlockChain(salt, block_tokens, known[: len(tokens) // block_tokens])
+    chain.add(tokens[len(chain.hashes) * block_tokens :])
+    return chain.hashes
 
 
 class RunningHash:
@@ -175,7 +202,11 @@ def common_prefix_len(ours: Sequence[int], theirs: Sequence[int]) -> int:
     shared = min(len(ours), len(theirs))
     if ours[:shared] == theirs[:shared]:  # the usual case, and fast
         return shared
-    for index, (our, their) in enumerate(zip(ours, theirs, strict=False)):
-        if our != their:
-            return index
-    return shared
+    same, differ = 0, shared
+    while differ - same > 1:  # the first difference is in [same, differ)
+        middle = (same + differ) // 2
+        if ours[same:middle] == theirs[same:middle]:
+            same = middle
+        else:
+            differ = middle
+    return same

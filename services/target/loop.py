@@ -93,7 +93,7 @@ class Ticket:
 
 
 class OpenRequest:
-    """A request of a stream. Until its grammar is compiled, its extensions wait for its ticket."""
+    """A request of a stream. Until it is read and its grammar compiled, extensions wait for its ticket."""
 
     def __init__(self, loop: StepLoop) -> None:
         self._loop = loop

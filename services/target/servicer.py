@@ -10,6 +10,7 @@ from contextlib import aclosing, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import grpc
 
@@ -23,8 +24,14 @@ from galley.common.server.process import in_passing_thread
 from galley.common.server.requests import answer_of, failure_status, respond_all, respond_stream
 from galley.common.server.server import Parts, Service
 from galley.common.tracing.light_spans import SpanScope
-from galley.common.wire.codec import check_lora, check_token_ids, logprobs_message, read_slice
-from galley.core.content import HASH_BYTES, Miss, cache_salt
+from galley.common.wire.codec import (
+    check_lora,
+    check_positions,
+    check_token_ids,
+    logprobs_message,
+    read_slice,
+)
+from galley.core.content import HASH_BYTES, Miss, SessionKey, cache_salt
 from galley.core.errors import GalleyError, InvalidField, Unimplemented, check_length, check_range
 from galley.core.features import MAX_FEATURE_LAYERS
 from galley.core.grammar.compiled import CompiledGrammar
@@ -37,6 +44,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.target.engine.protocol import EngineInfo, Limits, LoadedEngine, TargetEngine
 from services.target.loop import OpenRequest, StepLoop, StepMeter
+from services.target.reading import SLICE_TOKENS, read_tokens
 from services.target.settings import TargetSettings, memory_reported
 from services.target.spans import VerifySpan
 
@@ -77,6 +85,10 @@ class TargetService(rpc.TargetServicer):
         self._grammars = grammars
         facts = asdict(info)
         del facts["directory"]
+        # Long requests are read one at a time, so that others wait for one slice at most. Meanwhile, the lock
+        # of their session keeps its further requests behind them.
+        self._reading = asyncio.Lock()
+        self._order: WeakValueDictionary[SessionKey, asyncio.Lock] = WeakValueDictionary()
         self._about = pb.GetTargetInfoResponse(
             kv_blocks_total=facts.pop("kv_blocks"),
             **facts,
@@ -139,13 +151,7 @@ class TargetService(rpc.TargetServicer):
             running[request_key] = opened
         result_of = partial(_result_of, fingerprint=self._engine.info.fingerprint)
         try:
-            request = read_item(
-                item,
-                self._engine.info,
-                self._engine.limits.max_draft_tokens,
-                now_ns=time.monotonic_ns(),
-                epoch_ns=time.time_ns(),
-            )
+            request = await self._read(item)
             if running is None:
                 request = replace(request, credit=0)
             if request.grammar_hash:
@@ -171,6 +177,34 @@ class TargetService(rpc.TargetServicer):
                 del running[request_key]
             span.end()
 
+    async def _read(self, item: pb.VerifyItem) -> VerifyRequest:
+        """Return the request of an item, with hashes if it is long. Raise InvalidField or Unimplemented.
+
+        Requests of a session return in the order of these calls.
+        """
+        read = partial(
+            read_item,
+            item,
+            self._engine.info,
+            self._engine.limits.max_draft_tokens,
+            now_ns=time.monotonic_ns(),
+            epoch_ns=time.time_ns(),
+        )
+        part = item.slice
+        session = (part.tenant_salt, part.session_id)
+        before = self._order.get(session)
+        if before is None and len(part.tokens) <= SLICE_TOKENS:
+            return read()
+        async with self._order.setdefault(session, asyncio.Lock()):
+            if len(part.tokens) <= SLICE_TOKENS:
+                return read()
+            check_positions(part, self._engine.info.context_window)
+            async with self._reading:
+                key = (cache_salt(part.tenant_salt, item.lora), part.session_id)
+                chain = self._engine.block_chain(key, part.start, part.prefix_hash)
+                tokens = await read_tokens(part.tokens, self._engine.info.vocab_size, chain)
+            return replace(read(tokens=tokens), block_hashes=chain.hashes if chain is not None else ())
+
     async def _compiled(self, request: VerifyRequest, remaining_ns: int) -> CompiledGrammar | Miss | None:
         if self._grammars is None:
             raise Unimplemented("slice.structured_output")
@@ -195,14 +229,23 @@ class TargetService(rpc.TargetServicer):
 
 
 def read_item(
-    item: pb.VerifyItem, info: EngineInfo, max_draft_tokens: int, *, now_ns: int, epoch_ns: int
+    item: pb.VerifyItem,
+    info: EngineInfo,
+    max_draft_tokens: int,
+    *,
+    now_ns: int,
+    epoch_ns: int,
+    tokens: Sequence[int] | None = None,
 ) -> VerifyRequest:
     """Return the request of an item. Raise InvalidField or Unimplemented, naming the field, before any work.
 
     `now_ns` is the scheduler's time; `epoch_ns` the time of day, used for a session without arrival time.
+    `tokens` are those of its slice, if they were read before.
     """
     feature_layers = _feature_layers(item, info)
-    read = read_slice(item.slice, vocab_size=info.vocab_size, context_window=info.context_window)
+    read = read_slice(
+        item.slice, vocab_size=info.vocab_size, context_window=info.context_window, tokens=tokens
+    )
     _check_draft("", item.draft_tokens, item.survival, info.vocab_size, max_draft_tokens)
     check_tree(item.draft_tokens, item.parents)
     check_range("logprobs", item.logprobs, most=MAX_TOP_LOGPROBS)

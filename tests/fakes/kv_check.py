@@ -40,5 +40,5 @@ def _check_session(session: KvSession) -> None:
 def drop(table: KvTable, key: SessionKey) -> None:
     session = table._session(key)
     if session is not None:
-        table._remove(session)
+        table._evict(session)
     table._evicted.pop(key, None)

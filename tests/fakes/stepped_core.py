@@ -245,7 +245,7 @@ class StubCore:
             block = self._pool.find(name)
             if block is None:
                 break
-            self._pool.share(block)
+            self._pool.share((block,))
             sequence.blocks.append(block)
             sequence.names.append(name)
         sequence.computed = len(sequence.blocks) * size
@@ -291,7 +291,7 @@ class StubCore:
 
     def _release(self, sequence: _Sequence) -> None:
         while sequence.blocks:
-            self._pool.release(sequence.blocks.pop())
+            self._pool.release((sequence.blocks.pop(),))
         sequence.names.clear()
         self._pool.events += [DroppedBlocks((name,)) for name in sequence.copies]
         sequence.copies.clear()

@@ -68,12 +68,22 @@ def logprobs_message(logprobs: PositionLogprobs) -> pb.PositionLogprobs:
     return pb.PositionLogprobs(logprob=logprobs.logprob, top=top)
 
 
-def read_slice(message: pb.SessionSlice, *, vocab_size: int, context_window: int) -> Slice:
-    """Return the slice. Raise InvalidField if no replica of this model can serve it."""
+def read_slice(
+    message: pb.SessionSlice, *, vocab_size: int, context_window: int, tokens: Sequence[int] | None = None
+) -> Slice:
+    """Return the slice. Raise InvalidField if no replica of this model can serve it.
+
+    `tokens` are those of the message, if they were read and checked before.
+    """
+    _check_identity(message)
+    check_positions(message, context_window)
+    if tokens is None:
+        tokens = list(message.tokens)
+        check_token_ids("slice.tokens", tokens, vocab_size)
     read = Slice(
         key=(message.tenant_salt, message.session_id),
         start=message.start,
-        tokens=list(message.tokens),
+        tokens=tokens,
         prefix_hash=message.prefix_hash,
         prompt_len=message.prompt_len,
         max_position=message.max_position,
@@ -83,10 +93,7 @@ def read_slice(message: pb.SessionSlice, *, vocab_size: int, context_window: int
         grammar=grammar_from(message.structured_output) if message.HasField("structured_output") else None,
         grammar_hash=message.grammar_hash,
     )
-    _check_identity(read)
-    _check_positions(read, context_window)
     _check_grammar(read)
-    check_token_ids("slice.tokens", read.tokens, vocab_size)
     check_token_ids("slice.stop_token_ids", sorted(read.stop_token_ids), vocab_size)
     read.sampling.validate(vocab_size)
     return read
@@ -138,15 +145,15 @@ def check_lora(lora: str, offered: Sequence[str]) -> None:
         raise InvalidField("lora", f"{must}, got {lora[:_MOST_QUOTED]!r}")
 
 
-def _check_identity(read: Slice) -> None:
-    salt, session_id = read.key
+def _check_identity(message: pb.SessionSlice) -> None:
+    salt, session_id = message.tenant_salt, message.session_id
     if not 0 < len(session_id.encode()) <= MAX_SESSION_ID_BYTES:
         raise InvalidField(
             "slice.session_id", f"must be 1 to {MAX_SESSION_ID_BYTES} bytes, got {len(session_id.encode())}"
         )
     check_length("slice.tenant_salt", salt, MAX_SALT_BYTES, "bytes")
-    if len(read.prefix_hash) != HASH_BYTES:
-        raise InvalidField("slice.prefix_hash", f"must be {HASH_BYTES} bytes, got {len(read.prefix_hash)}")
+    if len(message.prefix_hash) != HASH_BYTES:
+        raise InvalidField("slice.prefix_hash", f"must be {HASH_BYTES} bytes, got {len(message.prefix_hash)}")
 
 
 def _check_grammar(read: Slice) -> None:
@@ -157,23 +164,25 @@ def _check_grammar(read: Slice) -> None:
         raise InvalidField("slice.grammar_hash", f"must be empty or {GRAMMAR_HASH_BYTES} bytes, got {size}")
 
 
-def _check_positions(read: Slice, context_window: int) -> None:
-    if not read.tokens:
+def check_positions(message: pb.SessionSlice, context_window: int) -> None:
+    """Raise InvalidField unless the context window holds the tokens and at least one more."""
+    position = message.start + len(message.tokens)
+    if not message.tokens:
         raise InvalidField("slice.tokens", "must not be empty")
-    if read.position > context_window:
+    if position > context_window:
         raise InvalidField(
-            "slice.tokens", f"must end within the context window of {context_window}, got end {read.position}"
+            "slice.tokens", f"must end within the context window of {context_window}, got end {position}"
         )
-    if read.max_position > context_window:
+    if message.max_position > context_window:
         raise InvalidField(
             "slice.max_position",
-            f"must be <= the context window of {context_window}, got {read.max_position}",
+            f"must be <= the context window of {context_window}, got {message.max_position}",
         )
-    if read.position >= read.max_position:
+    if position >= message.max_position:
         raise InvalidField(
-            "slice.max_position", f"must be > the {read.position} confirmed tokens, got {read.max_position}"
+            "slice.max_position", f"must be > the {position} confirmed tokens, got {message.max_position}"
         )
-    if not 0 < read.prompt_len <= read.position:
+    if not 0 < message.prompt_len <= position:
         raise InvalidField(
-            "slice.prompt_len", f"must be in [1, {read.position}] (confirmed tokens), got {read.prompt_len}"
+            "slice.prompt_len", f"must be in [1, {position}] (confirmed tokens), got {message.prompt_len}"
         )

@@ -9,13 +9,15 @@ A block is a number; the engine knows what lies in it. A block is in one of thre
 Only full blocks of confirmed tokens are registered, under hashes chained from the first block on
 (`content.block_hashes`); so a hash stands for the block and all before it. Free blocks are taken first, then
 cached ones, the least recently used first. Live sessions pin what they hold; pins are only counted. Every
-operation is O(1).
+operation is O(1) for each block.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from itertools import islice
+from collections.abc import Mapping, Sequence
+from itertools import islice, zip_longest
+from operator import eq
 
 from galley.core.errors import Broken
 
@@ -53,11 +55,21 @@ class BlockPool:
     def references(self, block: int) -> int:
         return self._references[block]
 
+    def count_released(self, blocks: Sequence[int], released: Mapping[int, int]) -> int:
+        """Return how many of these blocks nobody holds once so many references to each are `released`."""
+        references = map(self._references.__getitem__, blocks)
+        return sum(map(eq, references, map(released.__getitem__, blocks)))
+
     def is_registered(self, block: int) -> bool:
         return self._hashes[block] is not None
 
     def find(self, block_hash: bytes) -> int | None:
         return self._registered.get(block_hash)
+
+    def find_chain(self, hashes: Sequence[bytes]) -> list[int]:
+        """Return the registered blocks of these hashes, up to the first that has none."""
+        blocks = list(map(self._registered.get, hashes))
+        return blocks[: blocks.index(None)] if None in blocks else blocks  # type: ignore[return-value]  # without None
 
     def recent_hashes(self, limit: int) -> list[bytes]:
         """Return up to `limit` registered hashes, most recently used first."""
@@ -76,37 +88,52 @@ class BlockPool:
         self._references[block] = 1
         return block
 
-    def share(self, block: int) -> None:
-        """Add a reference to a held or cached block. Raise Broken if it is free."""
-        if self._references[block] == 0:
-            if block not in self._cached:
-                raise Broken(f"block {block} was shared but is free")
-            del self._cached[block]
-        self._references[block] += 1
-        self._touch(block)
+    def share(self, blocks: Sequence[int]) -> None:
+        """Add a reference to each of the held or cached blocks. Raise Broken at one that is free."""
+        references, cached = self._references, self._cached
+        for block in blocks:
+            if references[block] == 0:
+                if block not in cached:
+                    raise Broken(f"block {block} was shared but is free")
+                del cached[block]
+            references[block] += 1
+            self._touch(block)
 
-    def release(self, block: int) -> None:
-        """Remove a reference; the last one leaves the block cached if it is registered, else free."""
-        if self._references[block] == 0:
-            raise Broken(f"block {block} was released but nobody holds it")
-        self._references[block] -= 1
-        self._touch(block)
-        if self._references[block] > 0:
-            return
-        if self.is_registered(block):
-            self._cached[block] = None
-        else:
-            self._free.append(block)
+    def release(self, blocks: Sequence[int], hashes: Sequence[bytes] = ()) -> None:
+        """Remove a reference to each block, the last one first, so that chains are lost from their ends.
 
-    def pin(self, block: int) -> None:
-        self._pinned += self._pins[block] == 0
-        self._pins[block] += 1
+        The last reference leaves a block cached if it is registered, else free. With the `hashes` of full
+        blocks, each content counts as used now, and is registered again if no other block has it.
+        """
+        references, names = self._references, self._hashes
+        for block, block_hash in zip_longest(reversed(blocks), reversed(hashes)):
+            if references[block] == 0:
+                raise Broken(f"block {block} was released but nobody holds it")
+            if block_hash is not None and names[block] != block_hash:
+                self.register(block_hash, block)
+            references[block] -= 1
+            self._touch(block)
+            if references[block] > 0:
+                continue
+            if names[block] is not None:
+                self._cached[block] = None
+            else:
+                self._free.append(block)
 
-    def unpin(self, block: int) -> None:
-        if self._pins[block] == 0:
-            raise Broken(f"block {block} was unpinned but has no pin")
-        self._pins[block] -= 1
-        self._pinned -= self._pins[block] == 0
+    def pin(self, blocks: Sequence[int]) -> None:
+        pins, first = self._pins, 0
+        for block in blocks:
+            first += not pins[block]
+            pins[block] += 1
+        self._pinned += first
+
+    def unpin(self, blocks: Sequence[int]) -> None:
+        pins = self._pins
+        for block in blocks:
+            if pins[block] == 0:
+                raise Broken(f"block {block} was unpinned but has no pin")
+            pins[block] -= 1
+            self._pinned -= pins[block] == 0
 
     def register(self, block_hash: bytes, block: int) -> None:
         """Register the held `block`. If another block has this content, count that one as used now instead.

@@ -76,11 +76,10 @@ class KvSession:
         if live == self.live:
             return
         self.live = live
-        for block in self.blocks:
-            if live:
-                self._pool.pin(block)
-            else:
-                self._pool.unpin(block)
+        if live:
+            self._pool.pin(self.blocks)
+        else:
+            self._pool.unpin(self.blocks)
 
     def roll_back(self) -> None:
         """Drop what is uncertain: blocks beyond the computed tokens, and a block that was to be copied."""
@@ -98,6 +97,14 @@ class KvSession:
             del self.tokens[length:]
             del self.hashes[length // self._block_tokens :]
 
+    def surrender(self) -> tuple[list[int], list[bytes]]:
+        """Release all blocks; return the tokens of the full ones and their hashes, which it gives up."""
+        self._release(0)
+        tokens, hashes = self.tokens, self.hashes
+        del tokens[len(hashes) * self._block_tokens :]
+        self.tokens, self.hashes, self.prefix = [], [], PrefixHasher()
+        return tokens, hashes
+
     def distrust(self, blocks: Container[int]) -> None:
         """Cut before the first of these blocks, whose content is in doubt and which are not registered."""
         for index, block in enumerate(self.blocks[: len(self.tokens) // self._block_tokens + 1]):
@@ -107,27 +114,31 @@ class KvSession:
                 self.truncate(index * self._block_tokens)
                 return
 
-    def restore(self, tokens: Sequence[int]) -> None:
-        """Keep or attach the blocks of the longest cached prefix of `tokens`, never including the last."""
+    def restore(self, tokens: list[int], hashes: Sequence[bytes] = ()) -> None:
+        """Keep or attach the blocks of the longest cached prefix of `tokens`, never including the last.
+
+        `hashes` are those of the first full blocks of `tokens`, as far as they are known.
+        """
         most = max(0, len(tokens) - 1)
         self.truncate(min(common_prefix_len(self.tokens, tokens), most))
         own = len(self.hashes)
-        found = self._find_after_own(tokens)
+        found, found_hashes = self._find_after_own(tokens, hashes)
         reach = min((own + len(found)) * self._block_tokens, most)
         if reach <= len(self.tokens):
             return
         self.truncate(own * self._block_tokens)
-        for _, block in found[: self._blocks_for(reach) - own]:
-            self._pool.share(block)
-            self._append(block)
-        self.tokens.extend(tokens[own * self._block_tokens : reach])
-        self.hashes.extend(block_hash for block_hash, _ in found[: reach // self._block_tokens - own])
+        attached = found[: self._blocks_for(reach) - own]
+        self._pool.share(attached)
+        self._extend(attached)
+        attached_tokens = tokens[own * self._block_tokens : reach]
+        self.tokens = self.tokens + attached_tokens if self.tokens else attached_tokens
+        self.hashes.extend(found_hashes[: reach // self._block_tokens - own])
 
     def grow(self, length: int) -> tuple[tuple[int, int], ...]:
         """Get blocks for [0, length), writable from the next position on. Return block copies (from, to)."""
         copies = self._make_own() if length > len(self.tokens) else ()
         while len(self.blocks) < self._blocks_for(length):
-            self._append(self._pool.take())
+            self._extend((self._pool.take(),))
         return copies
 
     def append_computed(self, tokens: Sequence[int]) -> None:
@@ -154,27 +165,23 @@ class KvSession:
     def _is_shared(self, block: int) -> bool:
         return self._pool.references(block) > 1
 
-    def _append(self, block: int) -> None:
-        self.blocks.append(block)
+    def _extend(self, blocks: Sequence[int]) -> None:
+        self.blocks.extend(blocks)
         self._block_table = None
         if self.live:
-            self._pool.pin(block)
+            self._pool.pin(blocks)
 
     def _release(self, keep: int) -> None:
         """Release blocks from the last one down to `keep`, so that chains are lost from their ends."""
-        while len(self.blocks) > keep:
-            block = self.blocks.pop()
-            self._block_table = None
-            index = len(self.blocks)
-            if index < len(self.hashes):
-                # The content counts as used now. Register it again if no other block has it.
-                self._pool.register(self.hashes[index], block)
-            self._give(block)
-
-    def _give(self, block: int) -> None:
+        if keep >= len(self.blocks):
+            return
+        blocks, hashes = self.blocks[keep:], self.hashes[keep:]
+        del self.blocks[keep:]
+        self._block_table = None
         if self.live:
-            self._pool.unpin(block)
-        self._pool.release(block)
+            self._pool.unpin(blocks)
+        self._pool.release(blocks[len(hashes) :])
+        self._pool.release(blocks[: len(hashes)], hashes)
 
     def _make_own(self) -> tuple[tuple[int, int], ...]:
         """Make the block of the next position writable; return the copy that this takes, if any."""
@@ -190,8 +197,9 @@ class KvSession:
         self._block_table = None
         self._copied = index
         if self.live:
-            self._pool.pin(fresh)
-        self._give(block)
+            self._pool.pin((fresh,))
+            self._pool.unpin((block,))
+        self._pool.release((block,))
         return ((block, fresh),)
 
     def _check_room(self, length: int) -> None:
@@ -201,14 +209,24 @@ class KvSession:
         if self._is_shared(block) or self._pool.is_registered(block):
             raise Broken(f"session {self.key[1]!r} was computed in a block that is not its own")
 
-    def _find_after_own(self, tokens: Sequence[int]) -> list[tuple[bytes, int]]:
-        """Return the registered (hash, block) of `tokens` after its own full blocks, up to the first gap."""
-        found: list[tuple[bytes, int]] = []
-        previous = self._last_hash()
-        for index in range(len(self.hashes), len(tokens) // self._block_tokens):
+    def _find_after_own(
+        self, tokens: Sequence[int], hashes: Sequence[bytes]
+    ) -> tuple[list[int], list[bytes]]:
+        """Return the registered blocks of `tokens` after its own full blocks, up to the first gap.
+
+        Also return their hashes, after which those of further blocks may follow.
+        """
+        own = len(self.hashes)
+        known = list(hashes[own:])
+        found = self._pool.find_chain(known)
+        if len(found) < len(known):
+            return found, known
+        previous = known[-1] if known else self._last_hash()
+        for index in range(own + len(known), len(tokens) // self._block_tokens):
             previous = next_block_hash(previous, self._block(tokens, index))
             block = self._pool.find(previous)
             if block is None:
                 break
-            found.append((previous, block))
-        return found
+            found.append(block)
+            known.append(previous)
+        return found, known

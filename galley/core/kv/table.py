@@ -103,6 +103,14 @@ class KvTable:
         """Return the tokens of the cached prefix: the session's own list, not to be changed or kept."""
         return self._known(key)[0]
 
+    def hashes_of(self, key: SessionKey) -> Sequence[bytes]:
+        """Return the hashes of the full blocks of `tokens_of`, not to be changed or kept."""
+        session = self._session(key)
+        if session is not None:
+            return session.hashes
+        evicted = self._evicted.get(key)
+        return evicted.hashes[: self._cached_blocks(evicted)] if evicted else ()
+
     def blocks_of(self, key: SessionKey) -> tuple[int, ...]:
         """Return the session's block table: position p lies in block blocks_of(key)[p // block_tokens]."""
         session = self._session(key)
@@ -125,16 +133,24 @@ class KvTable:
         ours, hasher = self._known(key)
         return look_up(ours, start, tokens, prefix_hash, hasher)
 
-    def open(self, key: SessionKey, arrival: int, tokens: Sequence[int], priority: int = 0) -> int:
+    def open(
+        self,
+        key: SessionKey,
+        arrival: int,
+        tokens: list[int],
+        priority: int = 0,
+        hashes: Sequence[bytes] = (),
+    ) -> int:
         """Make the session live for these confirmed tokens; return its length. Raise Overloaded.
 
         It keeps its own KV as far as that agrees, or attaches cached blocks where these reach further; never
         the last token, which is always fed. `arrival` (ns) is the same in every retry; higher `priority`
-        counts as older.
+        counts as older. `hashes` are those of the first blocks of `tokens`, as far as they are known: to
+        compute those of a long prompt takes milliseconds.
         """
         session = self._wake(key)
         session.arrival, session.priority = arrival, priority
-        session.restore(tokens)
+        session.restore(tokens, hashes)
         return len(session.tokens)
 
     def reserve(self, key: SessionKey, length: int, busy: frozenset[SessionKey] = frozenset()) -> Reservation:
@@ -203,13 +219,16 @@ class KvTable:
         if session is not None:
             return session.tokens, session.prefix
         evicted = self._evicted.get(key)
-        return self._still_cached(evicted) if evicted else (), PrefixHasher()
+        if evicted is None:
+            return (), PrefixHasher()
+        return evicted.tokens[: self._cached_blocks(evicted) * self.block_tokens], PrefixHasher()
 
-    def _still_cached(self, evicted: _Evicted) -> Sequence[int]:
+    def _cached_blocks(self, evicted: _Evicted) -> int:
+        """Return how many of its blocks, from the first on, are still cached."""
         for index, block_hash in enumerate(evicted.hashes):
             if self._pool.find(block_hash) is None:
-                return evicted.tokens[: index * self.block_tokens]
-        return evicted.tokens
+                return index
+        return len(evicted.hashes)
 
     def _wake(self, key: SessionKey) -> KvSession:
         """Return the session, live, created if needed. Raise Overloaded if there is no slot for a new one."""
@@ -231,17 +250,12 @@ class KvTable:
         if len(self._live) + len(self._idle) >= self.max_sessions:
             self._evict(next(iter(self._idle.values())))
 
-    def _remove(self, session: KvSession) -> None:
-        session.truncate(0)
-        self._live.pop(session.key, None)
-        self._idle.pop(session.key, None)
-
     def _evict(self, session: KvSession) -> None:
         if not session.live:
             self._lost.append(session.key)
-        hashes = list(session.hashes)
-        tokens = session.tokens[: len(hashes) * self.block_tokens]
-        self._remove(session)
+        self._live.pop(session.key, None)
+        self._idle.pop(session.key, None)
+        tokens, hashes = session.surrender()
         if tokens:
             self._evicted[session.key] = _Evicted(tokens, hashes)
             self._bound_evicted()
@@ -277,8 +291,8 @@ def _choose_victims(
         if victim is None:
             raise Overloaded(f"KV memory is full: {short} of {pool.total} blocks are missing", _RETRY_AFTER_S)
         chosen.append(victim)
-        for block in victim.blocks:
-            released[block] += 1
-            left = pool.references(block) - released[block]
-            short -= left == (1 if block == shared else 0)
+        released.update(victim.blocks)
+        short -= pool.count_released(victim.blocks, released)
+        if shared is not None and pool.references(shared) - released[shared] == 1:
+            short -= shared in victim.blocks
     return chosen

@@ -52,6 +52,8 @@ class KvMemory(KvFacts, Protocol):
 
     def tokens_of(self, key: SessionKey) -> Sequence[int]: ...
 
+    def hashes_of(self, key: SessionKey) -> Sequence[bytes]: ...
+
     def blocks_of(self, key: SessionKey) -> Sequence[int]: ...
 
     def look_up(
@@ -60,7 +62,14 @@ class KvMemory(KvFacts, Protocol):
 
     def cached_prefix(self, key: SessionKey) -> Miss: ...
 
-    def open(self, key: SessionKey, arrival: int, tokens: Sequence[int], priority: int = 0) -> int: ...
+    def open(
+        self,
+        key: SessionKey,
+        arrival: int,
+        tokens: list[int],
+        priority: int = 0,
+        hashes: Sequence[bytes] = (),
+    ) -> int: ...
 
     def reserve(
         self, key: SessionKey, length: int, busy: frozenset[SessionKey] = frozenset()

@@ -56,7 +56,8 @@ class VerifyRequest(Slice):
     `arrival_ns` (Unix epoch) and `priority` order sessions: the higher priority first, then the older.
     `deadline_ns` is on the scheduler's clock. `logprobs` is how many of the likeliest tokens to return.
     `lora` names a LoRA adapter, which the salt in `key` covers. `compiled` is the grammar, if there is one.
-    Results carry the target's states after `feature_layers`; none if that is empty.
+    Results carry the target's states after `feature_layers`; none if that is empty. `block_hashes` are those
+    of the full blocks of [0, position), or empty: then the scheduler computes those that it needs.
     """
 
     draft_tokens: tuple[int, ...] = ()
@@ -72,6 +73,7 @@ class VerifyRequest(Slice):
     lora: str = ""
     compiled: CompiledGrammar | None = None
     feature_layers: tuple[int, ...] = ()
+    block_hashes: Sequence[bytes] = ()
 
     @property
     def limit(self) -> int:

@@ -137,6 +137,7 @@ def _after_chain(tokens: tuple[int, ...], tree: HintTail) -> HintTail:
 class ActiveRequest:
     """An active request. `tokens` are all confirmed tokens from absolute position 0; [0, kv_len) have KV.
 
+    `block_hashes` are those of the first full blocks, as far as they were known when it was admitted.
     `kv_len` is None until KV blocks are allocated. The first result reports `kv_reused`, and resets it to 0.
     `is_new`: its session had no blocks before.
     `tail` is what the hint offers as of the last `update_hint`; its first `certain` tokens follow in any
@@ -158,6 +159,7 @@ class ActiveRequest:
         self.message = message
         self.statistics = memory
         self.tokens: list[int] = []
+        self.block_hashes: Sequence[bytes] = ()
         self.kv_len: int | None = None
         self.limit = min(message.limit, message.max_position)
         self.hint_due = message.hint_due

@@ -28,7 +28,7 @@ from operator import attrgetter
 
 from galley.core.acceptance import confirm
 from galley.core.audit import AUDIT_PRIORITY
-from galley.core.content import Miss, SessionKey
+from galley.core.content import BlockChain, Miss, SessionKey
 from galley.core.cost.model import LiveStepTimes, StepTimes
 from galley.core.errors import Broken, DeadlinePassed, GalleyError, InvalidField, Overloaded
 from galley.core.features import MAX_FEATURE_TOKENS, NO_STATES, States, state_bytes
@@ -165,6 +165,21 @@ class Scheduler:
             self._admit(request)
         return request.id
 
+    def block_chain(self, key: SessionKey, start: int, prefix_hash: bytes) -> BlockChain | None:
+        """Return the hashes of the session's first `start` tokens, to which those of a request can be added.
+
+        None if the cache does not hold this prefix.
+        """
+        if isinstance(self.kv.look_up(key, start, (), prefix_hash), Miss):
+            return None
+        chain = BlockChain(key[0], self.kv.block_tokens, self._hashes_before(key, start))
+        chain.add(self.kv.tokens_of(key)[len(chain.hashes) * self.kv.block_tokens : start])
+        return chain
+
+    def _hashes_before(self, key: SessionKey, start: int) -> Sequence[bytes]:
+        """Return the known hashes of the session's full blocks within its first `start` tokens."""
+        return self.kv.hashes_of(key)[: start // self.kv.block_tokens]
+
     def _make_room(self, request: ActiveRequest) -> None:
         """Refuse the youngest waiting request if too many wait. Raise Overloaded if that is this one.
 
@@ -248,6 +263,7 @@ class Scheduler:
             self._respond(request, found)
             return
         request.tokens = [*self.kv.tokens_of(request.key)[: message.start], *message.tokens]
+        request.block_hashes = message.block_hashes or self._hashes_before(request.key, message.start)
         request.grammar = self._grammars.follow(message, request.tokens)
         self._active[request.key] = request
 
@@ -314,7 +330,7 @@ class Scheduler:
         """Allocate the session and find its cached tokens. Raises Overloaded."""
         message, is_new = request.message, not self.kv.has_blocks(request.key)
         request.kv_len = request.kv_reused = self.kv.open(
-            request.key, message.arrival_ns, request.tokens, message.priority
+            request.key, message.arrival_ns, request.tokens, message.priority, request.block_hashes
         )
         request.is_new = is_new
         if is_new:

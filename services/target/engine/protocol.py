@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from galley.core.content import BlockChain, SessionKey
 from galley.core.cost.model import StepTimes
 from galley.core.errors import GalleyError
 from galley.core.scheduler.batch import SchedulerCounts
@@ -105,6 +106,8 @@ class TargetEngine(Protocol):
 
     @property
     def current_batch(self) -> BatchInfo: ...
+
+    def block_chain(self, key: SessionKey, start: int, prefix_hash: bytes) -> BlockChain | None: ...
 
     def submit(self, message: VerifyRequest, now: int) -> int: ...
 

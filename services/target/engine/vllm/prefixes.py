@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from itertools import islice
 
-from galley.core.content import block_hashes, chain_start, next_block_hash
+from galley.core.content import chain_start, next_block_hash
 from services.target.engine.vllm.protocol import DroppedBlocks, StoredBlocks
 
 
@@ -45,9 +45,9 @@ class PrefixIndex:
         self._copies.clear()
         self._recent.clear()
 
-    def touch(self, salt: bytes, tokens: Sequence[int]) -> None:
-        """Count the cached blocks of `tokens` as used now."""
-        for name in block_hashes(salt, tokens, self._block_tokens):
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        """Count the blocks of these chained hashes, as far as they are cached, as used now."""
+        for name in hashes:
             if name in self._recent:
                 self._recent.move_to_end(name)
 

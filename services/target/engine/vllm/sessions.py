@@ -18,7 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from galley.core.content import Hit, Miss, PrefixHasher, SessionKey, look_up
+from galley.core.content import Hit, Miss, PrefixHasher, SessionKey, block_hashes, look_up
 from galley.core.errors import GalleyError, Overloaded
 from galley.core.kv.table import Reservation
 from galley.core.scheduler.messages import VerifyRequest
@@ -45,12 +45,16 @@ class Orders:
 
 
 class _Session:
-    """A session and its sequence `id`; [0, computed) of the sequence's `record` have KV as far as known."""
+    """A session and its sequence `id`; [0, computed) of the sequence's `record` have KV as far as known.
 
-    __slots__ = ("computed", "expected", "id", "prefix", "record", "rules")
+    `hashes` are those of the record's first full blocks, as far as its last request knew them.
+    """
+
+    __slots__ = ("computed", "expected", "hashes", "id", "prefix", "record", "rules")
 
     def __init__(self) -> None:
         self.expected: tuple[object, ...] = ()  # the rules of its next request
+        self.hashes: Sequence[bytes] = ()
         self.begin("", ())
 
     def begin(self, name: str, tokens: Sequence[int]) -> None:
@@ -117,6 +121,10 @@ class VllmSessions:
         session = self._session(key)
         return session.record if session is not None else ()
 
+    def hashes_of(self, key: SessionKey) -> Sequence[bytes]:
+        session = self._session(key)
+        return session.hashes if session is not None else ()
+
     def blocks_of(self, key: SessionKey) -> Sequence[int]:  # noqa: ARG002  # the protocol's
         return ()
 
@@ -139,7 +147,14 @@ class VllmSessions:
         if session is not None:
             session.expected = _rules(message)
 
-    def open(self, key: SessionKey, arrival: int, tokens: Sequence[int], priority: int = 0) -> int:  # noqa: ARG002  # each request brings the same
+    def open(
+        self,
+        key: SessionKey,
+        arrival: int,  # noqa: ARG002  # each request brings the same
+        tokens: Sequence[int],
+        priority: int = 0,  # noqa: ARG002  # likewise
+        hashes: Sequence[bytes] = (),
+    ) -> int:
         """Make the session live for these confirmed tokens; return how many have KV. Raise Overloaded.
 
         A sequence with another record or other rules is replaced. What the prefix cache has for the new one
@@ -152,6 +167,7 @@ class VllmSessions:
         self._live[key] = session
         if session.record != list(tokens) or session.rules != session.expected:
             self._begin(session, tokens)
+        session.hashes = hashes
         return session.computed
 
     def reserve(self, key: SessionKey, length: int, busy: frozenset[SessionKey] = frozenset()) -> Reservation:  # noqa: ARG002  # the protocol's
@@ -201,7 +217,8 @@ class VllmSessions:
         """Note what a step did for the live session's sequence, which is replaced after an error or a cut."""
         session = self._live[key]
         if step.cached:
-            self._prefixes.touch(key[0], session.record[: step.cached])
+            cached = session.record[: step.cached]
+            self._prefixes.touch(block_hashes(key[0], cached, self.block_tokens, session.hashes))
         if isinstance(step.outcome, GalleyError):
             self._begin(session, session.record)
             return

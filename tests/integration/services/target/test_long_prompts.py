@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -15,6 +16,7 @@ from galley.core.cost.model import StepTimes
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.target.engine.protocol import Limits
+from services.target.reading import SLICE_TOKENS
 from services.target.servicer import TargetService, add_target
 from services.target.settings import TargetSettings
 from tests.fakes.engine import KnownEngine
@@ -27,6 +29,13 @@ from tests.integration.services.target.conftest import Recording, limited, pages
 LONG = [1 + (7 * i) % (VOCAB - 2) for i in range(180)]
 OTHER = [1 + (5 * i) % (VOCAB - 2) for i in range(170)]
 SHORT = [5, 9, 2]
+WIDE = 4 * SLICE_TOKENS
+READ_IN_SLICES = slice_of([i % IDS for i in range(3 * SLICE_TOKENS)], max_position=WIDE)
+EXTENDED = pb.Extension(
+    session_id=READ_IN_SLICES.session_id,
+    request_id=READ_IN_SLICES.request_id,
+    limit=len(READ_IN_SLICES.tokens) + 3,
+)
 ROWS = 60
 
 
@@ -92,8 +101,8 @@ async def test_a_prompt_given_up_midway_is_taken_up_where_it_stands(
 class Priced(Recording):
     """An engine whose steps were measured to take 10 ms a row."""
 
-    def __init__(self) -> None:
-        engine = KnownEngine()
+    def __init__(self, **info: Any) -> None:
+        engine = KnownEngine(**info)
         super().__init__(engine)
         self.info = engine.info
 
@@ -118,6 +127,33 @@ async def test_a_target_describes_the_threads_that_auto_stands_for(monkeypatch: 
     monkeypatch.setattr("services.target.settings.usable_cores", lambda: 7)
     async with added(Priced(), TargetSettings.model_validate({"threads": "auto"})) as target:
         assert (await target.GetTargetInfo(pb.GetTargetInfoRequest())).host.threads == 7
+
+
+async def test_what_comes_while_a_long_prompt_is_read_follows_it() -> None:
+    engine = Priced(context_window=WIDE, kv_blocks=WIDE)
+    settings = TargetSettings(max_rows=1 << 16, max_itl_ms=0, drain_timeout_s=5)
+    newer = slice_of([1, 2, 3], request_id=8)
+    async with added(engine, settings) as target, stream_of(target) as stream:
+        await stream.send(pb.VerifyItem(slice=READ_IN_SLICES, credit=1), extensions=[EXTENDED])
+        answers = await stream.until_last()
+        assert sum(len(answer.result.tokens) for answer in answers) == 3, "its extension was kept"
+        await stream.send(pb.VerifyItem(slice=READ_IN_SLICES, credit=2000), pb.VerifyItem(slice=newer))
+        answers = [await stream.next()]
+        while answers[-1].request_id != newer.request_id:
+            answers.append(await stream.next())
+    assert answers[-2].HasField("superseded"), "the newer request did not overtake it"
+    assert answers[-1].HasField("result")
+
+
+async def test_a_long_prompt_that_is_given_up_while_it_is_read_is_never_computed() -> None:
+    engine = Priced(context_window=WIDE, kv_blocks=WIDE)
+    settings = TargetSettings(max_rows=1 << 16, drain_timeout_s=5)
+    given_up = pb.ItemRef(session_id=READ_IN_SLICES.session_id, request_id=READ_IN_SLICES.request_id)
+    async with added(engine, settings) as target, stream_of(target) as stream:
+        await stream.send(pb.VerifyItem(slice=READ_IN_SLICES), cancelled=[given_up])
+        await stream.send(pb.VerifyItem(slice=slice_of([1, 2, 3], request_id=8)))
+        assert (await stream.next()).request_id == 8
+    assert [len(chunk.tokens) for plan in engine.passes for chunk in plan.chunks] == [3]
 
 
 @pytest.mark.parametrize(("max_itl_ms", "most"), [(200, 20), (0, len(LONG))])

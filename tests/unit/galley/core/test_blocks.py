@@ -19,8 +19,7 @@ def cached_chain(pool: BlockPool, hashes: list[bytes]) -> list[int]:
     blocks = taken(pool, len(hashes))
     for block_hash, block in zip(hashes, blocks, strict=True):
         pool.register(block_hash, block)
-    for block in reversed(blocks):
-        pool.release(block)
+    pool.release(blocks)
     return blocks
 
 
@@ -35,10 +34,10 @@ def test_gives_every_block_once_and_no_more() -> None:
 def test_an_unregistered_block_is_free_after_its_last_release() -> None:
     pool = BlockPool(1)
     block = pool.take()
-    pool.share(block)
-    pool.release(block)
+    pool.share((block,))
+    pool.release((block,))
     assert pool.available == 0
-    pool.release(block)
+    pool.release((block,))
     assert pool.available == 1
     assert pool.take() == block
 
@@ -47,9 +46,9 @@ def test_a_registered_block_is_reusable_until_it_is_taken() -> None:
     pool = BlockPool(1)
     (block,) = cached_chain(pool, [A])
     assert pool.find(A) == block
-    pool.share(block)
+    pool.share((block,))
     assert pool.available == 0
-    pool.release(block)
+    pool.release((block,))
     assert pool.take() == block
     assert pool.find(A) is None
 
@@ -65,17 +64,22 @@ def test_the_longest_unused_goes_first() -> None:
     pool = BlockPool(2)
     (old,) = cached_chain(pool, [A])
     (new,) = cached_chain(pool, [B])
-    pool.share(old)
-    pool.release(old)
+    pool.share((old,))
+    pool.release((old,))
     assert pool.take() == new
     assert pool.find(A) == old
 
 
-@pytest.mark.parametrize("misuse", ["share", "release", "forget"])
+@pytest.mark.parametrize("misuse", ["share", "release", "unpin"])
 def test_a_free_block_cannot_be_used(misuse: str) -> None:
     pool = BlockPool(1)
     with pytest.raises(Broken):
-        getattr(pool, misuse)(0)
+        getattr(pool, misuse)((0,))
+
+
+def test_a_free_block_cannot_be_forgotten() -> None:
+    with pytest.raises(Broken):
+        BlockPool(1).forget(0)
 
 
 def test_a_block_has_one_content() -> None:

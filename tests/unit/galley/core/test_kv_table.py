@@ -6,8 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from galley.core.content import Hit, Miss, PrefixHasher, SessionKey, block_hashes, prefix_hash
+from galley.core.content import (
+    BlockChain,
+    Hit,
+    Miss,
+    PrefixHasher,
+    SessionKey,
+    block_hashes,
+    common_prefix_len,
+    prefix_hash,
+)
 from galley.core.errors import Broken, Overloaded
+from galley.core.kv import session
 from galley.core.kv.table import KvTable
 from tests.fakes.kv_check import check_table, drop
 
@@ -45,6 +55,28 @@ def test_hashes_are_chained_and_salted() -> None:
     assert block_hashes(b"x", tokens(8), T)[0] != plain[0]
     assert block_hashes(b"", [9, *tokens(7, 2)], T)[1] != plain[1]
     assert block_hashes(b"", tokens(3), T) == []
+
+
+@given(st.lists(st.lists(st.integers(0, 99), max_size=9), max_size=6), st.integers(0, 9))
+def test_block_hashes_of_parts_and_of_known_beginnings_are_those_of_the_whole(
+    parts: list[list[int]], known: int
+) -> None:
+    whole = [token for part in parts for token in part]
+    hashes = block_hashes(b"salt", whole, T)
+    chain = BlockChain(b"salt", T)
+    for part in parts:
+        chain.add(part)
+    assert chain.hashes == hashes
+    assert block_hashes(b"salt", whole, T, hashes[:known]) == hashes
+    assert block_hashes(b"salt", whole[: known * T], T, hashes) == hashes[:known]
+
+
+@given(st.lists(st.integers(0, 1), max_size=20), st.lists(st.integers(0, 1), max_size=20))
+def test_the_common_prefix_ends_at_the_first_difference(ours: list[int], theirs: list[int]) -> None:
+    expected = 0
+    while ours[expected : expected + 1] == theirs[expected : expected + 1] != []:
+        expected += 1
+    assert common_prefix_len(ours, theirs) == expected
 
 
 def test_a_growing_sequence_is_hashed_as_from_its_beginning() -> None:
@@ -99,6 +131,27 @@ def test_a_new_session_attaches_cached_blocks() -> None:
     assert table.open(B, 1, [*tokens(8), 99]) == 8
     assert table.blocks_of(B) == table.blocks_of(A)[:2]
     assert table.live_blocks == 3
+
+
+def test_known_hashes_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = table_of(8)
+    filled(table, A, tokens(20))
+    table.make_idle(A)
+    hashes = list(table.hashes_of(A))
+    assert hashes == block_hashes(A[0], tokens(19), T)
+    monkeypatch.delattr(session, "next_block_hash")
+    assert table.open(B, 0, tokens(19), hashes=hashes) == 16
+    assert table.blocks_of(B) == table.blocks_of(A)[:4]
+    check_table(table)
+
+
+def test_hashes_of_an_evicted_session_end_where_its_cached_blocks_do() -> None:
+    table = table_of(4)
+    filled(table, A, tokens(14))
+    table.make_idle(A)
+    filled(table, B, tokens(7, 50))
+    assert table.hashes_of(A) == block_hashes(A[0], tokens(8), T)
+    assert table.hashes_of(C) == ()
 
 
 def test_tenants_share_nothing() -> None:

@@ -77,15 +77,16 @@ class Lives(RuleBasedStateMachine):
         self.live: dict[SessionKey, list[int]] = {}  # Confirmed tokens of live sessions
         self.arrivals: dict[SessionKey, int] = {}
 
-    @rule(key=keys, arrival=st.integers(0, 3), tokens=confirmed)
-    def open(self, key: SessionKey, arrival: int, tokens: list[int]) -> None:
+    @rule(key=keys, arrival=st.integers(0, 3), tokens=confirmed, known=st.integers(0, 5))
+    def open(self, key: SessionKey, arrival: int, tokens: list[int], known: int) -> None:
         live = set(self.live)
         free = self.table.free
         had_blocks = bool(self.table.blocks_of(key))
         before = look_up(self.table.tokens_of(key), 0, tokens, prefix_hash(()))
         assert isinstance(before, Hit)
         try:
-            stands = self.table.open(key, arrival, tokens)
+            hashes = block_hashes(key[0], tokens, BLOCK_TOKENS)[:known]
+            stands = self.table.open(key, arrival, tokens, hashes=hashes)
         except Overloaded:
             assert len(live - {key}) >= self.MAX_SESSIONS
             return

@@ -7,10 +7,11 @@ from itertools import pairwise
 import pytest
 
 from galley.core.audit import AUDIT_PRIORITY
-from galley.core.content import Miss, prefix_hash
+from galley.core.content import Miss, block_hashes, prefix_hash
 from galley.core.cost.model import StepTimes
 from galley.core.errors import Broken, DeadlinePassed, InvalidField, Overloaded, Unavailable
 from galley.core.hints import Hint
+from galley.core.kv import session as kv_session
 from galley.core.scheduler.messages import Confirmed, Response, Superseded
 from galley.core.step import Sampled
 from tests.fakes.kv_check import check_table
@@ -50,6 +51,45 @@ def test_a_request_without_credit_has_one_result() -> None:
     assert (result.position, result.tokens, result.accepted, result.verified) == (5, tuple(ANSWER[:4]), 3, 3)
     assert not result.more
     assert bench.scheduler.plan(bench.now) is None
+
+
+def test_a_request_that_brings_its_hashes_is_served_from_the_same_blocks() -> None:
+    bench, long = Bench(), prompt(30)
+    bench.submit(request(long))
+    bench.step()
+    chain = bench.scheduler.block_chain((b"", "t"), 0, prefix_hash(()))
+    assert chain is not None
+    chain.add(long)
+    bench.submit(request(long, session="t", block_hashes=chain.hashes))
+    assert only(bench.step()).kv_reused == 28
+
+
+def test_the_hashes_of_a_cached_prefix_are_continued() -> None:
+    bench, long = Bench(), prompt(30)
+    bench.submit(request(long[:18]))
+    bench.step()
+    assert bench.scheduler.block_chain((b"", "s"), 15, prefix_hash(long[:14])) is None
+    chain = bench.scheduler.block_chain((b"", "s"), 15, prefix_hash(long[:15]))
+    assert chain is not None
+    chain.add(long[15:])
+    assert chain.hashes == block_hashes(b"", long, 4)
+    bench.submit(request(long, start=15, block_hashes=chain.hashes))
+    assert only(bench.step()).kv_reused == 18
+
+
+def test_a_session_that_loses_its_blocks_before_its_step_finds_them_by_known_hashes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, long = Bench(max_sessions=2), prompt(30)
+    bench.submit(request(long, arrival_ns=2))
+    answer = only(bench.step()).tokens
+    bench.submit(request([1], session="idle", arrival_ns=3))
+    bench.step()
+    again = bench.submit(request([*long, *answer], start=29, arrival_ns=2))
+    bench.submit(request([7], session="older", arrival_ns=1))
+    monkeypatch.delattr(kv_session, "next_block_hash")
+    results = {response.request_id: result_of(response) for response in bench.step()}
+    assert results[again].kv_reused == 28
 
 
 def test_credit_counts_tokens_after_the_first_result() -> None:

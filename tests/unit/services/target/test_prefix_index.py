@@ -52,9 +52,9 @@ def test_a_chain_goes_on_only_from_a_block_that_is_cached(index: PrefixIndex) ->
 
 
 def test_blocks_that_are_used_again_come_first(index: PrefixIndex) -> None:
-    index.touch(SALT, TOKENS[:5])
+    index.touch(NAMES[:1])
     assert index.recent(1) == [NAMES[0]]
-    index.touch(b"other", TOKENS)
+    index.touch(block_hashes(b"other", TOKENS, 4))
     assert index.recent(1) == [NAMES[0]]
     index.record([StoredBlocks(("b",), "a", TOKENS[4:8], "")])
     assert index.recent(1) == [NAMES[1]]
