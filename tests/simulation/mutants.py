@@ -102,7 +102,7 @@ class NoiseByRound(SimEngine):
         return true_token(self.info.fingerprint, seed, self.passes, history)
 
 
-def _trusting_length(session: KvSession, tokens: Sequence[int]) -> None:
+def _trusting_length(session: KvSession, tokens: list[int], _: Sequence[bytes] = ()) -> None:
     session.truncate(min(len(session.tokens), max(0, len(tokens) - 1)))
 
 
