@@ -147,8 +147,8 @@ class CompletionRequest(ChoicesRequest):
         return many
 
 
-# Parameters that are known and not served, with the values that ask for nothing.
-_NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
+# Parameters that are known and not served, with the values that ask for nothing besides those of _NOTHING.
+_NOTHING: tuple[Any, ...] = (None, [], {}, "")
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": (),
     "tool_choice": ("none", "auto"),
@@ -223,11 +223,18 @@ def _unknown_parameters(body: Open) -> list[str]:
         has_unsupported = isinstance(part, Parameters | StreamOptions | ChatTurn)
         for name, value in (part.model_extra or {}).items():
             if has_unsupported and name in _UNSUPPORTED:
-                if value not in (*_NOTHING, *_UNSUPPORTED[name]):
+                if not _asks_for_nothing(value, _UNSUPPORTED[name]):
                     raise Unimplemented(prefix + name)
             elif name not in _WITHOUT_EFFECT and value is not None:
                 unknown.append(prefix + name)
     return unknown
+
+
+def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Return True for a neutral value. False is one where True is not, and equals no number."""
+    if isinstance(value, bool):
+        return value == any(one is True for one in neutral)
+    return value in _NOTHING or any(value == one for one in neutral if not isinstance(one, bool))
 
 
 def _open_parts(part: Open, prefix: str = "") -> Iterator[tuple[str, Open]]:

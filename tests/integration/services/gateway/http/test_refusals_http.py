@@ -102,6 +102,38 @@ async def test_unknown_parameters_are_ignored_with_a_warning_or_refused(
         assert (await other.post(COMPLETIONS, BODY)).status_code == 200
 
 
+async def test_what_is_not_served_is_taken_where_it_asks_for_nothing(client: HttpClient) -> None:
+    nothing: dict[str, list[Any]] = {
+        "skip_special_tokens": [True, None],
+        "add_generation_prompt": [True],
+        "spaces_between_special_tokens": [True],
+        "length_penalty": [1, 1.0],
+        "priority": [0],
+        "suffix": ["", None],
+        "use_beam_search": [False],
+        "prompt_logprobs": [None],
+        "logits_processors": [[]],
+    }
+    for index in range(2):
+        given = {name: values[index] for name, values in nothing.items() if index < len(values)}
+        response = await client.post(COMPLETIONS, BODY | given)
+        assert "warning" not in response.headers
+        assert response.status_code == 200
+    for name, value in (
+        ("skip_special_tokens", False),
+        ("add_generation_prompt", False),
+        ("spaces_between_special_tokens", False),
+        ("prompt_logprobs", 0),
+        ("length_penalty", 0),
+        ("length_penalty", True),
+        ("use_beam_search", 0),
+    ):
+        response = await client.post(COMPLETIONS, BODY | {name: value})
+        assert response.status_code == 400, name
+        error = response.json()["error"]
+        assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+
+
 FUNCTION = {"name": "f", "parameters": {"type": "object"}}
 UNKNOWN_INSIDE: list[tuple[str, dict[str, Any], str]] = [
     (CHATS, {"response_format": {"type": "text", "shape": 1}}, "response_format.shape"),
