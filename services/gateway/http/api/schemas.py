@@ -13,7 +13,7 @@ from galley.core.trees import MAX_WIDTH
 from services.gateway.http.parameters.parts import ContentPart, Few, Open
 from services.gateway.http.parameters.structured import Prediction, ResponseFormat, StructuredOutputs
 from services.gateway.http.parameters.tools import ToolCalls, ToolChoice, Tools
-from services.gateway.http.transport.errors import printable_name
+from services.gateway.http.transport.mismatch import printable_name
 
 MAX_CHOICES = 8
 _MAX_PROMPTS = 32

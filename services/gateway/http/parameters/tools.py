@@ -11,6 +11,10 @@ from services.gateway.http.parameters.parts import Few, Open
 Name: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
+class _OfFunctions(Open):
+    type: Literal["function"]
+
+
 class Function(Open):
     name: Name
     description: str | None = None
@@ -20,8 +24,7 @@ class Function(Open):
     )
 
 
-class Tool(Open):
-    type: Literal["function"]
+class Tool(_OfFunctions):
     function: Function
 
 
@@ -29,19 +32,16 @@ class NamedFunction(Open):
     name: Name
 
 
-class NamedTool(Open):
-    type: Literal["function"]
+class NamedTool(_OfFunctions):
     function: NamedFunction
 
 
-class FlatTool(Function):
-    """A tool as the Responses API has it."""
-
-    type: Literal["function"]
+class FlatTool(Function, _OfFunctions):
+    """A tool as the Responses API has it. `type` is checked first, as the last base has it."""
 
 
-class FlatNamedTool(NamedFunction):
-    type: Literal["function"]
+class FlatNamedTool(NamedFunction, _OfFunctions):
+    pass
 
 
 Mode: TypeAlias = Literal["auto", "none", "required"]

@@ -22,6 +22,7 @@ from galley.core.errors import (
     UnknownSession,
 )
 from services.gateway.http.transport.encoding import to_json
+from services.gateway.http.transport.mismatch import first_mismatch
 from services.gateway.telemetry.call import VALUE, Failure, failure_of
 
 _INVALID = "invalid_request_error"
@@ -32,13 +33,6 @@ _TYPES: dict[int, str] = {
 }
 _UNAVAILABLE_RETRY_S = 1.0
 _NAMED: dict[type[BaseException], str] = {KeyReused: "idempotency_key", UnknownSession: "session_id"}
-# What pydantic puts into the place of a problem besides the names of parameters.
-_KINDS = re.compile(
-    r"body|query|path|header|str|int|bool|(list|dict|literal|function-\w+)\[.*|(Flat)?NamedTool", re.DOTALL
-)
-# Its messages, as ours are written.
-_MUST = {"missing": "must be given", "model_attributes_type": "must be a JSON object"}
-_SHOULD = re.compile("^(Input|Value|String|List|Dictionary) should ")
 # Fields of the wire, and the parameters of the HTTP API that set them.
 _PARAMETERS = (
     (re.compile(r"^sampling\."), ""),
@@ -133,23 +127,14 @@ def parameter_of(wire_field: str) -> str:
     return wire_field
 
 
-def printable_name(name: str) -> str:
-    """Return the name of a parameter, which may be any text of the caller, as far as it is printed."""
-    return re.sub(r"[^A-Za-z0-9_.\[\]-]", "?", name[:64])
-
-
 def _not_as_described(error: RequestValidationError) -> ErrorReply:
     """Name the first parameter that is not as the API describes it, without its value."""
     problem = error.errors()[0]
     if problem["loc"] == ("body",) and isinstance(problem.get("input"), bytes):
         return ErrorReply(400, "content-type: must be application/json", "invalid_argument", "content-type")
-    place = [part for part in problem["loc"] if isinstance(part, int) or not _KINDS.fullmatch(part)]
-    name = "".join(
-        f"[{part}]" if isinstance(part, int) else f".{printable_name(part)}" for part in place
-    ).lstrip(".")
     if problem["type"] == "json_invalid":
         return ErrorReply(400, f"body: must be JSON: {problem['ctx']['error']}", "invalid_argument")
-    must = _MUST.get(problem["type"]) or _SHOULD.sub("must ", problem["msg"])
+    name, must = first_mismatch(error.errors())
     return ErrorReply(400, f"{name or 'body'}: {must}", "invalid_argument", name or None)
 
 

@@ -270,7 +270,8 @@ for _ in range(70):
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function", "name": "f", "parameters": DEEP}]}, "tools[0]", "nest"),
     ({"tools": [{"type": "function"}]}, "tools[0].name", "must be given"),
-    ({"tools": [{"type": "web_search", "name": "x"}]}, "tools[0].type", "must be 'function'"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "must be 'function'"),
+    ({"tool_choice": {"type": "web_search"}}, "tool_choice.type", "must be 'function'"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type", "must be 'text', 'json_object'"),
     ({"text": {"verbosity": "low"}}, "text.verbosity", "must be 'medium'"),
     ({"reasoning": {"effort": "high"}}, "reasoning", "is not supported"),
@@ -285,6 +286,15 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": -1.0}, "temperature", "must be >= 0"),
     ({"input": []}, "input", "must have 1 to 1024 entries"),
     ({"input": [{"type": "computer_call"}]}, "input[0].type", "must be 'message', 'function_call'"),
+    ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "must be 'user', 'assistant'"),
+    ({"input": [{"role": "user", "content": 5}]}, "input[0].content", "must be text or a list"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": 5}]}]},
+        "input[0].content[0].text",
+        "must be text",
+    ),
+    ({"input": ["hi"]}, "input[0]", "must be a JSON object"),
+    ({"input": 5}, "input", "must be text or a list"),
     ({"input": [{"role": "user"}]}, "input[0]", "must have a role and a content"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
