@@ -23,6 +23,8 @@ _MUST = {
     "model_attributes_type": "must be a JSON object",
 }
 _SHOULD = re.compile("^(Input|Value|String|List|Dictionary) should ")
+_MOST_DIGITS = 20
+_MOST_BITS = 64
 
 Problem = dict[str, Any]
 
@@ -68,7 +70,27 @@ def _name(place: Sequence[str | int]) -> str:
 
 
 def _must(problem: Problem) -> str:
-    return _MUST.get(problem["type"]) or _SHOULD.sub("must ", problem["msg"])
+    if (must := _MUST.get(problem["type"])) is not None:
+        return must
+    value, bound = problem["input"], problem.get("ctx", {})
+    match problem["type"]:
+        case "greater_than_equal":
+            return f"must be at least {bound['ge']}{_got(value)}"
+        case "less_than_equal":
+            return f"must be at most {bound['le']}{_got(value)}"
+        case "less_than":  # of integers
+            return f"must be at most {bound['lt'] - 1}{_got(value)}"
+        case "too_long":
+            return f"must have at most {bound['max_length']} entries, got {len(value)}"
+        case "string_too_long":
+            return f"must have at most {bound['max_length']} characters, got {len(value)}"
+    return _SHOULD.sub("must ", problem["msg"])
+
+
+def _got(value: int | str) -> str:
+    """Return the number that was given, a text if it was in the query; nothing if it is long."""
+    is_short = len(value) <= _MOST_DIGITS if isinstance(value, str) else value.bit_length() <= _MOST_BITS
+    return f", got {value}" if is_short else ""
 
 
 def printable_name(name: str) -> str:

@@ -282,7 +282,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": 5}, "max_tokens", "is not supported"),
     ({"include": ["reasoning.encrypted_content"]}, "include[0]", "must be 'message.output_text.logprobs'"),
     ({"max_output_tokens": 10**6}, "max_output_tokens", "must be in [1, 65535]"),
-    ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
+    ({"max_output_tokens": 0}, "max_output_tokens", "must be at least 1, got 0"),
     ({"temperature": -1.0}, "temperature", "must be >= 0"),
     ({"input": []}, "input", "must have 1 to 1024 entries"),
     ({"input": [{"type": "computer_call"}]}, "input[0].type", "must be 'message', 'function_call'"),
@@ -302,7 +302,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "input_text",
     ),
     ({"instructions": "Be kind."}, "input", "chat template refuses them"),
-    ({"metadata": {"k" * 65: "v"}}, "metadata", "at most 64 characters"),
+    ({"metadata": {"k" * 65: "v"}}, "metadata", "must have at most 64 characters, got 65"),
 ]
 
 

@@ -288,7 +288,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name", "must be unique"),
     ({"tools": [{"type": "code"}]}, "tools[0].type", "must be 'function'"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
-    ({"tools": [NOW] * 129}, "tools", "at most 128 items"),
+    ({"tools": [NOW] * 129}, "tools", "must have at most 128 entries, got 129"),
     ({"tool_choice": "required"}, "tool_choice", "must be absent without tools"),
     (
         {"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "f"}}},
