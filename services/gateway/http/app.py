@@ -100,6 +100,10 @@ class _App(FastAPI):
         schemes = {"key": {"type": "http", "scheme": "bearer", "description": "An API key or a token (JWT)."}}
         described["components"]["securitySchemes"] = schemes
         described["security"] = [{"key": []}, {}]
+        for operation in (one for path in described["paths"].values() for one in path.values()):
+            operation["responses"].pop("422", None)  # FastAPI's own; ours is 400, with our error object
+        for unused in ("HTTPValidationError", "ValidationError"):
+            described["components"]["schemas"].pop(unused, None)
         return described
 
 

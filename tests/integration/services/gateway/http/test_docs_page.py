@@ -28,6 +28,17 @@ async def test_the_page_needs_no_key_and_no_other_host(world: World) -> None:
         assert (await client.raw.get("/docs/other.js")).status_code == 401
 
 
+async def test_operations_are_described_with_the_errors_that_they_have(client: HttpClient) -> None:
+    described = (await client.raw.get("/openapi.json")).json()
+    operations = [one for path in described["paths"].values() for one in path.values()]
+    assert len(operations) == 20
+    for operation in operations:
+        assert "422" not in operation["responses"]
+        content = operation["responses"]["400"]["content"]["application/json"]
+        assert content["schema"] == {"$ref": "#/components/schemas/ErrorBody"}
+    assert not {"HTTPValidationError", "ValidationError"} & described["components"]["schemas"].keys()
+
+
 async def test_no_reflection_closes_the_page(world: World) -> None:
     gateway = await world.gateway(http_port=0, reflection=False)
     async with http_client(gateway.http) as client:
