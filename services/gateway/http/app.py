@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
+from galley.core.errors import InvalidField
 from galley.version import __version__
 from services.gateway.http import outputs
 from services.gateway.http.api.answers import Answers
@@ -65,7 +66,13 @@ class _JsonRequest(Request):
     problem = ""
 
     async def read(self) -> None:
-        """Read the body. Raise Refused if it holds too much: FastAPI would not pass that on."""
+        """Read the body. Raise Refused if it holds too much: FastAPI would not pass that on.
+
+        Raise InvalidField if it is compressed.
+        """
+        encoding = self.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise InvalidField("content-encoding", f"must be absent or identity, got {encoding[:32]!r}")
         try:
             self.value = await read_json(await self.body())
         except ValueError as error:
@@ -175,3 +182,5 @@ def _add(
         response_class=Response if body is None else JSONResponse,
         tags=[path.removeprefix("/v1").split("/")[1]],
     )
+    if path in OPEN_PATHS:  # probes also send HEAD
+        app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)

@@ -31,6 +31,8 @@ _TYPES: dict[int, str] = {
     HTTPStatus.FORBIDDEN: "permission_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
 }
+_NOT_PRINTABLE = re.compile(r"[^!-~ ]")
+_MOST_SHOWN = 128
 _UNAVAILABLE_RETRY_S = 1.0
 _NAMED: dict[type[BaseException], str] = {KeyReused: "idempotency_key", UnknownSession: "session_id"}
 # Fields of the wire, and the parameters of the HTTP API that set them.
@@ -85,13 +87,16 @@ class ErrorReply:
         return _TYPES.get(self.status, fallback)
 
 
-def error_reply(error: BaseException) -> ErrorReply:
-    """Return what the caller is told about an error."""
+def error_reply(error: BaseException, method: str = "", path: str = "") -> ErrorReply:
+    """Return what the caller is told about an error of a request of `method` to `path`."""
     if isinstance(error, Refused):
         return ErrorReply(error.status, str(error), error.code, error.param)
     if isinstance(error, HTTPException):  # an unknown path or method
-        code = "not_found" if error.status_code == HTTPStatus.NOT_FOUND else "invalid_argument"
-        return ErrorReply(error.status_code, str(error.detail), code, None, dict(error.headers or {}))
+        is_unknown = error.status_code == HTTPStatus.NOT_FOUND
+        must = "path: must be one of the API" if is_unknown else "method: must be one of the path"
+        code = "not_found" if is_unknown else "invalid_argument"
+        given = _NOT_PRINTABLE.sub("?", f"{method} {path}"[:_MOST_SHOWN])
+        return ErrorReply(error.status_code, f"{must}, got {given}", code, headers=dict(error.headers or {}))
     if isinstance(error, RequestValidationError):
         return _not_as_described(error)
     status = http_status(code_of(error))

@@ -149,7 +149,7 @@ class Front:
             raise late from None
 
     async def _fail(self, error: Exception, reply: _Reply, scope: Scope) -> None:
-        answer = error_reply(error)
+        answer = error_reply(error, scope["method"], scope["path"])
         if answer.status == HTTPStatus.INTERNAL_SERVER_ERROR:
             log_internal(error)
         if isinstance(error, GalleyError) and error.public_message != str(error):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from typing import Any, cast
 
@@ -223,6 +224,18 @@ async def test_what_is_no_request_is_refused(client: HttpClient) -> None:
     ):
         error = (await raw.post(COMPLETIONS, **sent)).json()["error"]
         assert (error["param"], error["message"]) == (param, message)
+    for method, path, status, message in (
+        ("PUT", COMPLETIONS, 405, f"method: must be one of the path, got PUT {COMPLETIONS}"),
+        ("GET", "/v1/%1b%C3%BCx", 404, "path: must be one of the API, got GET /v1/??x"),
+        ("GET", f"/v1/{'x' * 9999}", 404, f"path: must be one of the API, got GET /v1/{'x' * 120}"),
+    ):
+        response = await raw.request(method, path)
+        assert (response.status_code, response.json()["error"]["message"]) == (status, message)
+    packed = gzip.compress(json.dumps(BODY).encode())
+    response = await raw.post(COMPLETIONS, content=packed, headers=kind | {"content-encoding": "gzip"})
+    error = response.json()["error"]
+    assert error["param"] == "content-encoding"
+    assert error["message"] == "content-encoding: must be absent or identity, got 'gzip'"
     assert (await raw.get("/health", headers={"x-request-id": "mine"})).headers["x-request-id"] == "mine"
 
 
@@ -338,6 +351,10 @@ async def test_health_and_metrics(world: World) -> None:
         assert (await client.raw.get("/health")).json() == {"status": "ok"}
         assert (await client.raw.get("/ready")).json() == {"status": "ok"}
         assert (await client.raw.get("/version")).json()["version"]
+        for path in ("/health", "/ready", "/version"):
+            head, whole = await client.raw.head(path), await client.raw.get(path)
+            assert (head.status_code, head.content) == (200, b"")
+            assert head.headers["content-length"] == whole.headers["content-length"]
         await client.complete(prompt=PROMPT)
         metrics = (await client.raw.get("/metrics")).text
         assert 'galley_streams_total{fault="none",outcome="ok"} 1.0' in metrics
