@@ -14,6 +14,7 @@ from services.gateway.http.transport.encoding import to_unicode
 
 JsonSchema = dict[str, Any] | bool
 _FIELD = "structured_output"
+_BESIDE = f"with {_FIELD},"
 _WITHOUT_EFFECT = frozenset({"disable_fallback", "disable_any_whitespace"})
 
 
@@ -92,9 +93,11 @@ def set_text_format(request: pb.GenerateRequest, form: TextFormat | None) -> str
 
 
 def renamed(error: InvalidField, name: str) -> InvalidField:
-    """Return an error about the language of an answer as one about the parameter that gave it."""
+    """Return an error about the language of an answer as one that names the parameter that gave it."""
     if name and error.field.split(".")[0] == _FIELD:
         return InvalidField(name, error.problem)
+    if name and _BESIDE in error.problem:
+        return InvalidField(error.field, error.problem.replace(_BESIDE, f"with {name},", 1))
     return error
 
 

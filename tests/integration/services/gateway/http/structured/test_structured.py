@@ -101,8 +101,16 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "structured_outputs",
         "must be absent with response_format",
     ),
-    ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "must be"),
-    ({"structured_outputs": {"regex": "a"}, "min_tokens": 1}, "min_tokens", "must be"),
+    (
+        {"structured_outputs": {"regex": "a"}, "ignore_eos": True},
+        "ignore_eos",
+        "unset with structured_outputs.regex",
+    ),
+    (
+        {"response_format": {"type": "json_object"}, "min_tokens": 1},
+        "min_tokens",
+        "unset with response_format,",
+    ),
     ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "is not supported"),
     ({"prediction": {"type": "audio", "content": "x"}}, "prediction.type", "must be"),
     (
