@@ -103,7 +103,8 @@ def runs_on_ray(options: StackOptions) -> bool:
 
 
 def has_registered_drafts(options: StackOptions) -> bool:
-    return options.drafts > 1
+    """Return True if the gateways find the drafts in the store, as `galley drafts load` does."""
+    return options.drafts > 1 or options.max_load_mib > 0
 
 
 def environment_of(options: StackOptions) -> dict[str, str]:

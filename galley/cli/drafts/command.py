@@ -75,7 +75,10 @@ def _list(store: Store, *, as_json: AsJson = False) -> None:
     console = table_console()
     if not found:
         console.print(
-            f"no draft is registered in the pool {store.pool}, and no version was tried", markup=False
+            f"no draft is registered in the pool {store.pool}, and no version was tried; drafts of "
+            "`galley up` register with --drafts 2 or --max-load-mib",
+            markup=False,
+            soft_wrap=True,
         )
         return
     console.print(report.table_of(found))

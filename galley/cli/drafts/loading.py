@@ -38,6 +38,11 @@ async def load(
     digest = await asyncio.to_thread(draft_version, directory)
     name = check_version(version) if version else digest
     state, leases = await deployment.versions.read(), await deployment.registry.read(DRAFT_POOL)
+    if not replicas and not leases:
+        raise ValueError(
+            f"no draft is registered in the pool {deployment.pool}; drafts of `galley up` register with "
+            "--drafts 2 --max-load-mib 64; or name replicas with --replica"
+        )
     if not replicas:
         replicas = [lease.address for lease in replicas_for_load(leases, state.split, name)]
     if not replicas:

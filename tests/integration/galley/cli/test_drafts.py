@@ -89,9 +89,10 @@ def arms(found: dict[str, Any]) -> dict[str, tuple[str, float, int]]:
 
 async def test_without_drafts_and_trials_the_list_says_so(server: Server) -> None:
     result = await galley(server, "list")
-    assert (result.exit_code, result.stdout) == (
-        0,
-        f"no draft is registered in the pool {POOL}, and no version was tried\n",
+    assert result.exit_code == 0
+    assert result.stdout == (
+        f"no draft is registered in the pool {POOL}, and no version was tried; drafts of `galley up` "
+        "register with --drafts 2 or --max-load-mib\n"
     )
     assert await list_json(server) == {"pool": POOL, "trial": None, "versions": []}
     assert (await galley(server, "history")).stdout == "nothing has changed yet\n"
@@ -334,6 +335,15 @@ async def test_a_replica_that_refuses_does_not_keep_others_from_loading(
     assert result.exit_code == 1
     assert f"error: {replicas['b'].address}: another vocabulary" in result.stderr
     assert {name: each.version for name, each in replicas.items()} == {"a": "v2", "b": "v1", "c": "v2"}
+
+
+async def test_without_drafts_a_load_says_how_they_register(server: Server, directory: Path) -> None:
+    result = await galley(server, "load", str(directory))
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"error: no draft is registered in the pool {POOL}; drafts of `galley up` register with --drafts 2 "
+        "--max-load-mib 64; or name replicas with --replica\n"
+    )
 
 
 async def test_without_a_replica_that_fits_nothing_changes(

@@ -422,6 +422,13 @@ def test_drafts_accept_others_in_place_of_their_own() -> None:
     assert "--max-load-mib" not in command_of(parts_of(StackOptions())["draft"])
 
 
+def test_a_single_draft_that_accepts_others_registers_so_that_commands_find_it() -> None:
+    parts = parts_of(StackOptions(max_load_mib=64))
+    assert "--redis-url unix:///run/valkey.sock" in command_of(parts["draft"])
+    assert "--draft" not in parts["gateway"].command(FACTS)
+    assert "--redis-url" not in command_of(parts_of(StackOptions())["draft"])
+
+
 @pytest.mark.parametrize(("role", "count"), [("target", 3), ("draft", 2)])
 def test_several_replicas_register_in_the_store(role: str, count: int) -> None:
     counts = {"replicas" if role == "target" else "drafts": count}
