@@ -139,11 +139,19 @@ class Connection:
 
 
 def not_secret(ctx: typer.Context, param: typer.CallbackParam, value: str | None) -> str | None:
-    """Return `value`. Raises BadParameter for a password outside of the environment: users could read it."""
+    """Return the URL of a store. Raises BadParameter if it cannot be parsed or has a readable password.
+
+    Every user of the machine could read a password outside of the environment.
+    """
     source = ctx.get_parameter_source(param.name or "")
     if value and source is not None and source.name != "ENVIRONMENT":
         from galley.common.config.settings import is_secret  # noqa: PLC0415  # slow to load
+        from galley.common.redis.url import parse_redis_url  # noqa: PLC0415  # an extra
 
+        try:
+            parse_redis_url(value)
+        except ValueError as error:  # whose message never holds a part of the URL
+            raise typer.BadParameter(str(error)) from None
         if is_secret(value):
             variables = [param.envvar] if isinstance(param.envvar, str) else param.envvar or [""]
             raise typer.BadParameter(

@@ -392,7 +392,10 @@ def test_a_name_in_use_and_a_bad_name_are_refused() -> None:
             for command in (["up"], ["bench"], ["demo"], ["check", "a", "b"])
         ),
         (["demo", "--strategy=foo"], "--strategy: must be one of"),
-        (["up", "--redis-url=http://x"], "--redis-url: "),
+        (["up", "--redis-url=http://x"], "--redis-url: must be redis://, "),
+        (["up", "--redis-url=localhost:6379"], "--redis-url: must be a URL: redis://"),
+        (["top", "--redis-url=foo"], "--redis-url: must be a URL: redis://"),
+        (["up", "--redis-url=redis://u:canary@x:y"], "--redis-url: the port must be a number"),
         (["up", "--redis-url=redis://x", "--pool=a/b"], "--pool: must be 1 to 128 letters"),
         (["up", "--engine=sglang"], "--engine: must be one of paged, vllm, got 'sglang'"),
         (["up", "--vllm-args={}"], "--vllm-args: must come with --engine vllm, got {}"),
