@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from galley.cli.flags import INTERRUPTED, Connection, fail, say, stderr_console
+from galley.cli.flags import INTERRUPTED, Connection, fail_call, say, stderr_console
 from galley.client.client import AsyncClient
 from galley.client.errors import BadKey, GalleyRpcError
 from galley.client.options import Retries
@@ -210,17 +210,17 @@ def show_stream(
         _say_how_to_resume(outcome.stream)
         raise typer.Exit(INTERRUPTED)
     if outcome.error is not None:
-        raise report_error(outcome)
+        raise report_error(outcome.error, outcome.stream)
     if summary and outcome.stream is not None and outcome.stream.finished is not None:
         say(summary_line(outcome.stream.session_id, outcome.stream.finished))
     return outcome
 
 
-def report_error(outcome: Outcome) -> typer.Exit:
+def report_error(error: BadKey | GalleyRpcError, stream: AsyncStream | None) -> typer.Exit:
     """Print the error of a stream and, if useful, how to resume it. Return the exception to raise."""
-    if not (isinstance(outcome.error, GalleyRpcError) and outcome.error.code in _FINAL):
-        _say_how_to_resume(outcome.stream)
-    return fail(outcome.error)
+    if not (isinstance(error, GalleyRpcError) and error.code in _FINAL):
+        _say_how_to_resume(stream)
+    return fail_call(error)
 
 
 def client_of(connection: Connection, interceptors: Sequence[grpc.aio.ClientInterceptor] = ()) -> AsyncClient:

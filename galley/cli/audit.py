@@ -19,7 +19,7 @@ from galley.cli.flags import (
     Endpoint,
     StackName,
     connect,
-    fail,
+    fail_call,
     table_console,
     with_tls_flags,
 )
@@ -85,7 +85,7 @@ def _run(connection: Connection, call: Callable[[AsyncClient], Awaitable[_T]]) -
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     except (BadKey, GalleyRpcError) as error:
-        raise fail(error) from None
+        raise fail_call(error) from None
 
 
 def _totals(counts: AuditCounts) -> Iterator[str]:

@@ -17,10 +17,11 @@ from rich.text import Text
 
 from galley.bench.workloads import Workload
 from galley.cli.flags import (
+    API_KEY,
     INTERRUPTED,
     check_plot,
     connect,
-    fail,
+    fail_call,
     say,
     stderr_console,
     table_console,
@@ -77,7 +78,8 @@ def bench(  # noqa: PLR0913  # one parameter a flag
         str | None,
         typer.Option(
             "--endpoint",
-            help="A running gateway. Default: a stack that is started for the measurement and then stopped.",
+            help="A running gateway. Default: a stack that is started for the measurement and then stopped. "
+            + API_KEY,
             metavar="HOST[:PORT]",
         ),
     ] = None,
@@ -243,7 +245,7 @@ async def _measure(tuning: Tuning, address: str, tls: Tls | None = None) -> Meas
             async with AsyncClient(address, tls=tls) as client:
                 return await measure(tuning, client, report, lambda share: bar.update(task, completed=share))
     except (BadKey, GalleyRpcError) as error:
-        raise fail(error) from None
+        raise fail_call(error) from None
 
 
 def _show(measured: Measured, tuning: Tuning, plot: Path | None, *, as_json: bool) -> None:

@@ -74,6 +74,14 @@ def fail(problem: object, code: int = FAILED) -> typer.Exit:
     return typer.Exit(code)
 
 
+def fail_call(error: Exception) -> typer.Exit:
+    """Print why a call of a gateway failed. Return the exception to raise."""
+    from galley.client.errors import UnauthenticatedError  # noqa: PLC0415  # grpc is slow to load
+
+    is_about_key = isinstance(error, UnauthenticatedError)
+    return fail(f"{error} (set GALLEY_API_KEY or GALLEY_API_KEY_FILE)" if is_about_key else error)
+
+
 def require(extra: str) -> None:
     if importlib.util.find_spec(_MARKS[extra]) is None:
         raise fail(f"this command needs more packages: pip install 'galley[{extra}]'")
@@ -104,6 +112,7 @@ _sampling, _length, _speculation, _connection, _tls = (
 )
 PATIENCE_S = Retries().patience_s
 _OWN = "Default: the model's own."
+API_KEY = "GALLEY_API_KEY holds the API key, or GALLEY_API_KEY_FILE names a file that does."
 
 StackName = Annotated[
     str | None,
@@ -119,7 +128,7 @@ Endpoint = Annotated[
     _connection(
         envvar="GALLEY_ENDPOINT",
         help=f"Gateways, comma-separated; if one fails, the next is used. The port is {DEFAULT_PORT} "
-        "if left out. Default: the stack that `galley up` runs on this machine.",
+        "if left out. Default: the stack that `galley up` runs on this machine. " + API_KEY,
         metavar="HOST[:PORT]",
     ),
 ]

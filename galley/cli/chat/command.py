@@ -111,7 +111,7 @@ def _answer(state: Chat, connection: Connection, console: Console, text: str) ->
     if outcome.error is not None or (outcome.is_stopped and not outcome.text):
         state.conversation.unanswered = text
         if outcome.error is not None:
-            report_error(outcome)
+            report_error(outcome.error, outcome.stream)
         return
     state.conversation.add(text, outcome.text)
     stats = clock.stats(outcome)

@@ -24,7 +24,7 @@ from typer.testing import CliRunner, Result
 from galley.cli.app import app
 from galley.cli.up import wait_for_store
 from galley.common.printable import printable
-from galley.core.errors import InvalidField, Unavailable, UnknownSession
+from galley.core.errors import InvalidField, Unauthenticated, Unavailable, UnknownSession
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.stack import endpoint
 from galley.stack.ports import free_ports
@@ -590,6 +590,20 @@ def test_resume_is_not_offered_where_it_cannot_help(error: Exception, line: str)
     result = ask(FakeGateway(error=error), "resume", "deadbeef")
     assert result.exit_code == 1
     assert result.stderr == f"error: {line}\n"
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "resume", "audit", "bench"])
+def test_the_help_says_how_to_pass_an_api_key(command: str) -> None:
+    text = galley(command, "--help", COLUMNS="1000").stdout
+    assert "GALLEY_API_KEY_FILE" in text
+
+
+@pytest.mark.parametrize("command", [["generate", "x"], ["chat"], ["resume", "5e"]])
+def test_a_missing_api_key_is_an_error_that_names_its_variables(command: list[str]) -> None:
+    refused = ask(FakeGateway(error=Unauthenticated("the API key is missing")), *command, stdin="x\n")
+    assert refused.stderr.splitlines()[-1] == (
+        "error: UNAUTHENTICATED: the API key is missing (set GALLEY_API_KEY or GALLEY_API_KEY_FILE)"
+    )
 
 
 @pytest.mark.parametrize("form", ["http://{}", "http://{}/", "grpc://{}", "{},"])
