@@ -1,6 +1,6 @@
 {{/*
-Refuse combinations of values that cannot work, and say what to change. values.schema.json refuses unknown keys, values out
-of bounds, and missing requirements of an enabled part.
+Refuse combinations of values that cannot work, and say what to change. values.schema.json refuses unknown keys, and values out
+of bounds.
 */}}
 {{- define "galley.validate" -}}
 {{- include "galley.validateStore" . -}}
@@ -150,6 +150,9 @@ of bounds, and missing requirements of an enabled part.
 {{- define "galley.validateScaling" -}}
 {{- $keda := .Values.keda -}}
 {{- if $keda.enabled -}}
+{{- if not $keda.prometheus.serverAddress -}}
+{{- fail "keda.prometheus.serverAddress: must be set with keda.enabled, such as http://prometheus.monitoring:9090" -}}
+{{- end -}}
 {{- range include "galley.pools" . | fromJsonArray -}}
 {{- $scaling := include "galley.kedaOf" (merge (dict "root" $) .) | fromJson -}}
 {{- if and $scaling.enabled (dig "autoscaling" "enabled" false .values) -}}
@@ -186,6 +189,12 @@ of bounds, and missing requirements of an enabled part.
 {{- fail (printf "networkPolicy.clients: must name callers with %s; empty admits this namespace only. Name the ingress controller's namespace or an ipBlock" (join " and " $outside)) -}}
 {{- end -}}
 {{- $jwt := $values.auth.jwt -}}
+{{- if and $jwt.enabled (not (hasPrefix "https://" $jwt.issuer)) -}}
+{{- fail (printf "auth.jwt.issuer: must begin with https:// with auth.jwt.enabled, got %s" ($jwt.issuer | default "none")) -}}
+{{- end -}}
+{{- if and $jwt.enabled (not $jwt.audience) -}}
+{{- fail "auth.jwt.audience: must be set with auth.jwt.enabled; without it, tokens issued for other services would be accepted" -}}
+{{- end -}}
 {{- if and $jwt.enabled $jwt.jwksUrl $jwt.jwksConfigMap.name -}}
 {{- fail "auth.jwt: must not have both jwksUrl and jwksConfigMap.name; set one, or neither for OpenID Connect discovery" -}}
 {{- end -}}

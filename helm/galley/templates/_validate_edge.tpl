@@ -2,6 +2,13 @@
 {{- define "galley.validateEdge" -}}
 {{- $tls := .Values.tls -}}
 {{- $asks := and $tls.enabled $tls.gateway.clientCaSecretName -}}
+{{- if and $tls.enabled (not $tls.certManager.enabled) -}}
+{{- range $role := ternary (list "gateway" "target" "draft") (list "gateway" "target") .Values.draft.enabled -}}
+{{- if not (index $tls $role).secretName -}}
+{{- fail (printf "tls.%s.secretName: must be set with tls.enabled, or set tls.certManager.enabled=true" $role) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if and $tls.enabled (include "galley.isPublic" .) -}}
 {{- if not $tls.gateway.name -}}
 {{- fail "tls.gateway.name: must be set with tls.gateway.publicAuthority or tls.certManager.publicIssuerRef, because public authorities do not sign names of Services" -}}
@@ -24,6 +31,11 @@
 {{- fail "test.clientCertSecretName: must be set with tls.gateway.clientCaSecretName, because the gateway takes no caller without a certificate; or set test.enabled=false" -}}
 {{- end -}}
 {{- $ingress := .Values.ingress -}}
+{{- range $key := list "hosts" "tls" -}}
+{{- if and $ingress.enabled (not (get $ingress $key)) -}}
+{{- fail (printf "ingress.%s: must name at least one with ingress.enabled, got none" $key) -}}
+{{- end -}}
+{{- end -}}
 {{- $presented := merge (dict) $ingress.annotations $ingress.grpc.annotations $ingress.grpc.serviceAnnotations $ingress.http.annotations .Values.gateway.service.annotations | keys | join " " -}}
 {{- if and $ingress.enabled $asks (not (regexMatch "/(proxy-ssl-secret|server-crt|secure-crt-secret|service\\.serverstransport)\\b" $presented)) -}}
 {{- fail "ingress.enabled: must be false with tls.gateway.clientCaSecretName, because the controller ends the callers' TLS and presents no certificate of its own; or let it present one by annotation (docs/operate/ingress.md#a-gateway-that-asks-for-certificates)" -}}
@@ -33,6 +45,9 @@
 
 {{- define "galley.validateRoutes" -}}
 {{- $api := .Values.gatewayApi -}}
+{{- if and $api.enabled (not $api.parentRefs) -}}
+{{- fail "gatewayApi.parentRefs: must name at least one Gateway with gatewayApi.enabled, got none" -}}
+{{- end -}}
 {{- $tls := .Values.tls -}}
 {{- $pool := .Values.inferencePool -}}
 {{- $hasHttp := include "galley.hasHttp" . -}}
