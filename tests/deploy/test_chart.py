@@ -86,6 +86,14 @@ def test_default_objects(manifests: list[Manifest]) -> None:
         ({"target": {"nodes": 2, "tensorParallel": 2}}, "only target.kind leaderworkerset"),
         ({"target": {"gpus": 1, "settings": {"device": "cpu"}}}, "target.settings.device: must be cuda"),
         ({"target": {"settings": {"device": "cuda:0"}}}, "target.gpus: must be 1 or more"),
+        (
+            {"target": {"settings": {"kv_memory_mb": 8192}}},
+            r"target.settings.kv_memory_mb: must be less than target.resources.limits.memory \(8Gi\).*got 8192",
+        ),
+        (
+            {"target": {"tensorParallel": 2, "settings": {"kv_memory_mb": 4096}}},
+            "for each of the 2 ranks of a pod with target.gpus 0, got 4096",
+        ),
         ({"draft": {"settings": {"device": "cuda", "model": "/m"}}}, "draft.gpus: must be 1 or more"),
         (
             {"draft": {"gpus": 1, "settings": {"device": "cpu", "model": "/m"}}},
