@@ -130,6 +130,13 @@ def test_notes_wait_for_the_progress_deadline() -> None:
     assert f"--timeout {patience}s" in notes(values)
 
 
+def test_notes_warn_of_keys_without_tls() -> None:
+    warning = "Without tls.enabled, keys and tokens reach the gateway unencrypted"
+    assert warning in notes({"auth": {"apiKeys": {"secretName": "keys"}}})
+    assert warning not in notes(WITH_ALL)
+    assert warning not in notes({})
+
+
 def test_notes_warn_of_open_access_and_trial_store() -> None:
     assert "Every caller that reaches the gateway is admitted" in notes({})
     assert "trial server" in notes({})
