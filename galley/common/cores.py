@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 _ROOT = Path("/")
 
@@ -16,9 +17,13 @@ def usable_cores(root: Path = _ROOT) -> int:
 
     Hardware threads of one core count as one. `root` is where /proc and /sys are mounted.
     """
+    return max(1, math.floor(min([affine_cores(root), *(limit.cores for limit in cpu_limits(root))])))
+
+
+def affine_cores(root: Path = _ROOT) -> int:
+    """Return how many cores this process's affinity has, whatever its control groups allow."""
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    cores = {_siblings(root, cpu) for cpu in cpus}
-    return max(1, math.floor(min([len(cores), *cpu_limits(root)])))
+    return len({_siblings(root, cpu) for cpu in cpus})
 
 
 def _siblings(root: Path, cpu: int) -> str:
@@ -30,8 +35,15 @@ def _siblings(root: Path, cpu: int) -> str:
         return str(cpu)
 
 
-def cpu_limits(root: Path) -> Iterator[float]:
-    """Yield the CPU limits, in cores, of this process's control groups of either version."""
+class CpuLimit(NamedTuple):
+    """The cores that all processes of a control group may keep busy together, and the group's directory."""
+
+    cores: float
+    group: Path
+
+
+def cpu_limits(root: Path) -> Iterator[CpuLimit]:
+    """Yield the CPU limits of this process's control groups of either version."""
     try:
         groups = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -44,7 +56,7 @@ def cpu_limits(root: Path) -> Iterator[float]:
             yield from _limits_of(root / "sys/fs/cgroup/cpu", path, "cpu.cfs_quota_us", "cpu.cfs_period_us")
 
 
-def _limits_of(mount: Path, path: str, *files: str) -> Iterator[float]:
+def _limits_of(mount: Path, path: str, *files: str) -> Iterator[CpuLimit]:
     """Yield the limits of a group and of those that hold it; a container may see its own as the root."""
     group = mount / path.lstrip("/")
     while group.is_relative_to(mount):
@@ -52,5 +64,5 @@ def _limits_of(mount: Path, path: str, *files: str) -> Iterator[float]:
             text = " ".join((group / file).read_text(encoding="ascii") for file in files)
             quota, period = map(int, text.split())
             if quota > 0:
-                yield quota / period
+                yield CpuLimit(quota / period, group)
         group = group.parent

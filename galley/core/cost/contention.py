@@ -10,7 +10,11 @@ _UNDISTURBED = 0.75
 
 
 class Host(Protocol):
-    """The cores of a replica; replicas with the same `id` share theirs. An empty one is shared with none."""
+    """The cores of a replica: those of a machine, and of a control group's limit, if that allows fewer.
+
+    Replicas with the same `id` share the first, those with the same `limit_id` the others. An empty id is
+    shared with none.
+    """
 
     @property
     def id(self) -> str: ...
@@ -18,6 +22,10 @@ class Host(Protocol):
     def cores(self) -> int: ...
     @property
     def threads(self) -> int: ...
+    @property
+    def limit_id(self) -> str: ...
+    @property
+    def limit_cores(self) -> float: ...
 
 
 def contention(drafts: Sequence[Host], targets: Sequence[Host]) -> float:
@@ -25,12 +33,17 @@ def contention(drafts: Sequence[Host], targets: Sequence[Host]) -> float:
 
     All threads on the cores of a draft count, of every replica there.
     """
-    taken = [_of_draft(draft, drafts, targets) for draft in drafts]
-    return sum(taken) / len(taken) if taken else 0.0
+    shares = [_share_of(draft, drafts, targets) for draft in drafts]
+    return sum(shares) / len(shares) if shares else 0.0
 
 
-def _of_draft(draft: Host, drafts: Sequence[Host], targets: Sequence[Host]) -> float:
-    if not draft.id or not draft.cores or not any(target.id == draft.id for target in targets):
+def _share_of(draft: Host, drafts: Sequence[Host], targets: Sequence[Host]) -> float:
+    by_machine = _beyond(draft.id, draft.cores, "id", drafts, targets)
+    return max(by_machine, _beyond(draft.limit_id, draft.limit_cores, "limit_id", drafts, targets))
+
+
+def _beyond(shared: str, cores: float, name: str, drafts: Sequence[Host], targets: Sequence[Host]) -> float:
+    if not shared or not cores or not any(getattr(target, name) == shared for target in targets):
         return 0.0
-    threads = sum(host.threads for host in (*drafts, *targets) if host.id == draft.id)
-    return min(1.0, max(0.0, threads / draft.cores - _UNDISTURBED))
+    threads = sum(host.threads for host in (*drafts, *targets) if getattr(host, name) == shared)
+    return min(1.0, max(0.0, threads / cores - _UNDISTURBED))

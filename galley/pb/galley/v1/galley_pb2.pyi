@@ -2032,29 +2032,37 @@ Global___GetDraftInfoResponse: _TypeAlias = GetDraftInfoResponse  # noqa: Y015
 
 @_typing.final
 class Host(_message.Message):
-    """The cores that a replica computes on. Replicas with the same id share theirs."""
+    """The cores that a replica computes on. Replicas with the same id share those of a machine, replicas with the same
+    limit_id what a control group may use of them.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ID_FIELD_NUMBER: _builtins.int
     CORES_FIELD_NUMBER: _builtins.int
     THREADS_FIELD_NUMBER: _builtins.int
+    LIMIT_ID_FIELD_NUMBER: _builtins.int
+    LIMIT_CORES_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """Hash of the machine's boot, of the set of its cores that the replica may use, and of the control group that limits
-    them. Empty: unknown, or not a CPU.
-    """
+    """Hash of the machine's boot and of the set of its cores that the replica may use. Empty: unknown, or not a CPU."""
     cores: _builtins.int
+    """Hardware threads of one core count as one."""
     threads: _builtins.int
+    limit_id: _builtins.str
+    """Hash of the control group that allows fewer cores than these. Empty: none does."""
+    limit_cores: _builtins.float
     def __init__(
         self,
         *,
         id: _builtins.str = ...,
         cores: _builtins.int = ...,
         threads: _builtins.int = ...,
+        limit_id: _builtins.str = ...,
+        limit_cores: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cores", b"cores", "id", b"id", "threads", b"threads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cores", b"cores", "id", b"id", "limit_cores", b"limit_cores", "limit_id", b"limit_id", "threads", b"threads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -34,13 +34,20 @@ def test_processes_on_the_same_cores_have_the_same_id(root: Path, monkeypatch: p
 
 def test_a_limit_is_shared_by_its_control_group_alone(root: Path) -> None:
     free = this_host(1, root=root)
-    write_machine(root, {"sys/fs/cgroup/cpu.max": "200000 100000\n"})
-    limited, beside = this_host(1, root=root), this_host(2, root=root)
-    assert limited.cores == 2
-    assert limited.id == beside.id != free.id
-    (root / "sys/fs/cgroup").rename(root / "of the first container")
-    write_machine(root, {"sys/fs/cgroup/cpu.max": "200000 100000\n"})
-    assert this_host(1, root=root).id not in (limited.id, free.id)
+    assert not free.limit_id
+    slice_limit = {"sys/fs/cgroup/galley.slice/cpu.max": "200000 100000\n"}
+    write_machine(root, slice_limit | {"proc/self/cgroup": "0::/galley.slice/target.service\n"})
+    limited = this_host(1, root=root)
+    write_machine(root, {"proc/self/cgroup": "0::/galley.slice/draft.service\n"})
+    beside = this_host(2, root=root)
+    assert (limited.cores, limited.limit_cores) == (4, 2)
+    assert limited.limit_id == beside.limit_id != ""
+    assert limited.id == free.id, "the machine is the same"
+    (root / "sys/fs/cgroup/galley.slice").rename(root / "of the first container")
+    write_machine(root, slice_limit)
+    assert this_host(1, root=root).limit_id != limited.limit_id
+    write_machine(root, {"sys/fs/cgroup/galley.slice/cpu.max": "800000 100000\n"})
+    assert not this_host(1, root=root).limit_id, "it allows more than there is"
 
 
 def test_another_boot_is_another_machine(root: Path) -> None:

@@ -41,3 +41,13 @@ def test_all_threads_on_the_same_cores_disturb_each_other() -> None:
     assert contention([host(1)], [host(1), host(1)]) == contention([host(1)], [host(2)]) == 0.75
     assert contention([host(1)], [host(2), host(8, name="elsewhere")]) == 0.75
     assert contention([host(1, 4), host(1, 4)], [host(2, 4)]) == 0.25
+
+
+def test_a_limit_of_a_control_group_counts_for_those_within_it() -> None:
+    draft, target = host(1, 64), host(2, 64)
+    assert contention([draft], [target]) == 0.0
+    for limited in (draft, target):
+        limited.limit_id, limited.limit_cores = "a container", 2.0
+    assert contention([draft], [target]) == 0.75
+    target.limit_id = "another container"
+    assert contention([draft], [target]) == 0.0
