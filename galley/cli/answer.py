@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from galley.cli.flags import INTERRUPTED, Connection, fail_call, say, stderr_console
+from galley.cli.flags import INTERRUPTED, Connection, fail_call, say, stderr_console, wrong_flag
 from galley.client.client import AsyncClient
 from galley.client.errors import BadKey, GalleyRpcError
 from galley.client.options import Retries
@@ -210,6 +210,8 @@ def show_stream(
         _say_how_to_resume(outcome.stream)
         raise typer.Exit(INTERRUPTED)
     if outcome.error is not None:
+        if (usage := wrong_flag(getattr(outcome.error, "violations", ()))) is not None:
+            raise usage
         raise report_error(outcome.error, outcome.stream)
     if summary and outcome.stream is not None and outcome.stream.finished is not None:
         say(summary_line(outcome.stream.session_id, outcome.stream.finished))
@@ -248,7 +250,8 @@ async def _show(
             except BadKey:
                 raise
             except (TypeError, ValueError) as error:
-                raise typer.BadParameter(str(error)) from None
+                field, _, problem = str(error).partition(": ")
+                raise wrong_flag([(field, problem)]) or typer.BadParameter(str(error)) from None
             async for event in outcome.stream:
                 view.show(event)
     finally:

@@ -27,6 +27,7 @@ from galley.cli.flags import (
     table_console,
     usage_of,
     with_tls_flags,
+    wrong_flag,
 )
 from galley.cli.up import DraftModel, DType, LogDir, Model, Threads, run_stack, shown_stack, stack_options
 from galley.client.options import Tls  # Typer reads the annotation
@@ -245,7 +246,7 @@ async def _measure(tuning: Tuning, address: str, tls: Tls | None = None) -> Meas
             async with AsyncClient(address, tls=tls) as client:
                 return await measure(tuning, client, report, lambda share: bar.update(task, completed=share))
     except (BadKey, GalleyRpcError) as error:
-        raise fail_call(error) from None
+        raise wrong_flag(getattr(error, "violations", ())) or fail_call(error) from None
 
 
 def _show(measured: Measured, tuning: Tuning, plot: Path | None, *, as_json: bool) -> None:

@@ -9,7 +9,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, cast
@@ -17,10 +17,12 @@ from typing import Annotated, Any, ClassVar, TypeVar, cast
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer._click.core import ParameterSource
+from typer._click.globals import get_current_context
 
 from galley.client.addresses import DEFAULT_PORT
 from galley.client.options import GenerateOptions, Retries, Speculation, Tls
-from galley.common.printable import printable
+from galley.common.printable import one_line, printable
 from galley.core.trees import MAX_WIDTH
 from galley.stack.endpoint import NoEndpoint, RunningStack, SeveralStacks, find_stack
 
@@ -80,6 +82,23 @@ def fail_call(error: Exception) -> typer.Exit:
 
     is_about_key = isinstance(error, UnauthenticatedError)
     return fail(f"{error} (set GALLEY_API_KEY or GALLEY_API_KEY_FILE)" if is_about_key else error)
+
+
+def wrong_flag(problems: Iterable[tuple[str, str]]) -> typer.BadParameter | None:
+    """Return the first (field, problem) as wrong usage of the flag of this command that set the field."""
+    context = get_current_context()
+    given = {
+        parameter.name: parameter
+        for parameter in context.command.params
+        if context.get_parameter_source(parameter.name or "") not in {None, ParameterSource.DEFAULT}
+    }
+    for field, problem in problems:
+        name = field.rpartition(".")[2].partition("[")[0]
+        if name in given:
+            return typer.BadParameter(
+                one_line(problem, len(problem)), ctx=context, param=cast("Any", given[name])
+            )
+    return None
 
 
 def require(extra: str) -> None:

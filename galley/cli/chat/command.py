@@ -20,6 +20,7 @@ from galley.cli.flags import (
     stderr_console,
     with_answer_flags,
     with_connection_flags,
+    wrong_flag,
 )
 from galley.client.options import GenerateOptions
 
@@ -111,6 +112,9 @@ def _answer(state: Chat, connection: Connection, console: Console, text: str) ->
     if outcome.error is not None or (outcome.is_stopped and not outcome.text):
         state.conversation.unanswered = text
         if outcome.error is not None:
+            usage = wrong_flag(getattr(outcome.error, "violations", ()))
+            if usage is not None and not state.conversation.turns:
+                raise usage
             report_error(outcome.error, outcome.stream)
         return
     state.conversation.add(text, outcome.text)

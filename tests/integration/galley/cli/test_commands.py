@@ -434,11 +434,11 @@ def test_a_name_in_use_and_a_bad_name_are_refused() -> None:
         ),
         (
             ["generate", "x", "--max-tokens=5000000000", "--endpoint=127.0.0.1:1"],
-            "Invalid value: max_tokens: must be in [0, 4294967295]",
+            "--max-tokens: must be in [0, 4294967295]",
         ),
         (
             ["resume", "5e", "--next-index=5000000000", "--endpoint=127.0.0.1:1"],
-            "Invalid value: next_index: must be in [0, 4294967295]",
+            "--next-index: must be in [0, 4294967295]",
         ),
         (["generate", "x", "--foo"], "No such option: --foo"),
         (["generate", "--endpoint=x"], "PROMPT: must be a text, or - for standard input, or be left out"),
@@ -581,8 +581,8 @@ def test_logprobs_are_printed_after_the_text() -> None:
     [
         (UnknownSession("deadbeef"), "NOT_FOUND: session_id: no session 'deadbeef'"),
         (
-            InvalidField("session_id", "must be hexadecimal"),
-            "INVALID_ARGUMENT: session_id: must be hexadecimal",
+            InvalidField("n", "must be 1"),
+            "INVALID_ARGUMENT: n: must be 1",
         ),
     ],
 )
@@ -590,6 +590,29 @@ def test_resume_is_not_offered_where_it_cannot_help(error: Exception, line: str)
     result = ask(FakeGateway(error=error), "resume", "deadbeef")
     assert result.exit_code == 1
     assert result.stderr == f"error: {line}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "field", "name"),
+    [
+        (["generate", "x", "--temperature=-1"], "sampling.temperature", "--temperature"),
+        (["generate", "x", "--k=99"], "speculation.k", "--k"),
+        (["generate", "x", "--stop=a"], "stop[0]", "--stop"),
+        (["chat", "--top-p=2"], "sampling.top_p", "--top-p"),
+        (["resume", "5e"], "session_id", "SESSION_ID"),
+    ],
+)
+def test_a_refused_field_is_wrong_usage_of_the_flag_that_set_it(
+    command: list[str], field: str, name: str
+) -> None:
+    refused = ask(FakeGateway(error=InvalidField(field, "must be so")), *command, stdin="x\n")
+    assert refused.exit_code == 2
+    assert refused.stderr.splitlines()[-1] == f"error: {name}: must be so (see galley {command[0]} --help)"
+
+
+def test_a_refused_field_that_no_flag_set_is_a_failure() -> None:
+    refused = ask(FakeGateway(error=InvalidField("max_tokens", "must be so")), "generate", "x")
+    assert (refused.exit_code, refused.stderr) == (1, "error: INVALID_ARGUMENT: max_tokens: must be so\n")
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "resume", "audit", "bench"])
