@@ -261,21 +261,20 @@ def up(  # noqa: PLR0913  # one parameter a flag
         metrics=True,
         stop_grace_s=_RAY_STOP_GRACE_S if tensor_parallel > 1 and engine == "paged" else _STOP_GRACE_S,
     )
-    with ReservedPorts() as ports:
+    with usage_of("--name"):
+        endpoint = Endpoint(name)
+    with endpoint, ReservedPorts() as ports:
         grpc, http = _choose_ports(ports, grpc_port, http_port)
         options = dataclasses.replace(options, port=grpc, http_port=http)
-        with usage_of("--name"):
-            endpoint = Endpoint(name)
-        with endpoint:
-            if choice:
-                say(choice)
-            ready = _start_detached(endpoint) if detach else _nothing
-            viewer = None
-            if trace:
-                with usage_of("--trace"):
-                    viewer = find_viewer()
-                    options = dataclasses.replace(options, viewer=viewer.part)
-            run_stack(_keep_up(options, endpoint, viewer, ready))
+        if choice:
+            say(choice)
+        ready = _start_detached(endpoint) if detach else _nothing
+        viewer = None
+        if trace:
+            with usage_of("--trace"):
+                viewer = find_viewer()
+                options = dataclasses.replace(options, viewer=viewer.part)
+        run_stack(_keep_up(options, endpoint, viewer, ready))
 
 
 def _divide_cores(threads: int | None, replicas: int | None, ranks: int) -> tuple[str, dict[str, int | None]]:
