@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import compress, count
+from operator import ne
 from typing import TypeAlias
 
 # (cache salt, session_id): caches never cross salts.
@@ -202,11 +204,4 @@ def common_prefix_len(ours: Sequence[int], theirs: Sequence[int]) -> int:
     shared = min(len(ours), len(theirs))
     if ours[:shared] == theirs[:shared]:  # the usual case, and fast
         return shared
-    same, differ = 0, shared
-    while differ - same > 1:  # the first difference is in [same, differ)
-        middle = (same + differ) // 2
-        if ours[same:middle] == theirs[same:middle]:
-            same = middle
-        else:
-            differ = middle
-    return same
+    return next(compress(count(), map(ne, ours, theirs)), shared)

@@ -77,6 +77,7 @@ def test_the_common_prefix_ends_at_the_first_difference(ours: list[int], theirs:
     while ours[expected : expected + 1] == theirs[expected : expected + 1] != []:
         expected += 1
     assert common_prefix_len(ours, theirs) == expected
+    assert common_prefix_len(ours, tuple(theirs)) == expected, "whatever holds the tokens"
 
 
 def test_a_growing_sequence_is_hashed_as_from_its_beginning() -> None:
