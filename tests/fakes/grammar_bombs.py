@@ -44,6 +44,22 @@ def _eight(number: int) -> list[dict[str, str]]:
     return [{"pattern": f"[a-z]{{{number}{index},}}x{index}"} for index in range(8)]
 
 
+def _one_of(options: Mapping[str, object], **others: object) -> GrammarSpec:
+    return _schema({"oneOf": [{"$ref": f"#/{name}"} for name in options], **options, **others})
+
+
+def _same_chain(objects: int, length: int) -> GrammarSpec:
+    """Return a schema of objects that a constant tells apart, beside a property by a chain of references."""
+    names = [f"c{index}" for index in range(length + 1)]
+    links = {name: {"$ref": f"#/{after}"} for name, after in pairwise(names)}
+    both = {"type": "object", "required": ["k", "z"]}
+    kinds = {
+        f"s{index}": {**both, "properties": {"k": {"$ref": "#/c0"}, "z": {"const": f"{index}"}}}
+        for index in range(objects)
+    }
+    return _one_of(kinds, **links, **{names[-1]: {"type": "null"}})
+
+
 _LAST = {"allOf": [{"$ref": place} for place in ("#/c", "#/c/$defs/c", "#/c/$defs/c/$defs/c")]}
 _CONTAINED = {
     "$ref": "#/c/$defs/c/$defs/c/$defs/c",
@@ -138,6 +154,9 @@ BOMBS: Mapping[str, GrammarSpec] = {
     "chain of options": _schema(
         {"$ref": "#/d0"} | {f"d{i}": _options(12, f"#/d{i + 1}") for i in range(200)}
     ),
+    "one of many references": _one_of({f"{index}": {"const": f"{index}"} for index in range(1400)}),
+    "one of objects that share a chain of references": _same_chain(100, 400),
+    "one of fewer objects that share a chain of references": _same_chain(64, 400),
     "many classes of letters": GrammarSpec("grammar", "start: /" + r"\pL" * 20_000 + "/i"),
     "many classes in a schema": _schema({"pattern": "(?i)" + r"\W" * 4_000}),
     "many letters in a schema": _schema({"pattern": "(?i)" + r"\pL" * 15_000}),

@@ -19,7 +19,7 @@ from galley.core.grammar.schemas.subschemas import (
     refers_by_path,
     texts,
 )
-from galley.core.grammar.schemas.unions import are_exclusive
+from galley.core.grammar.schemas.unions import Unions
 from galley.core.grammar.spec import Kind
 
 # Spaces stand where `json.dumps` writes them and nowhere else. Otherwise a model may write spaces without
@@ -94,6 +94,7 @@ def with_options(schema: dict[str, Any]) -> str:
     """
     parts = certain_subschemas(schema)
     known, by_path = {id(part) for part in parts}, refers_by_path(schema, parts)
+    unions = Unions(schema)
 
     def written(value: Any) -> Any:
         if isinstance(value, list):
@@ -106,7 +107,7 @@ def with_options(schema: dict[str, Any]) -> str:
         kept = [name for name in names if not _says_nothing(name, value[name])]
         names = kept if "properties" in value else sorted(kept, key=_LAST.__contains__)
         fields = {name: written(_with_patterns(name, value[name])) for name in names}
-        if by_path and "anyOf" not in value and _has_exclusive_references(schema, value.get("oneOf")):
+        if by_path and "anyOf" not in value and _has_exclusive_references(unions, value.get("oneOf")):
             # Beside it llguidance takes no references in a circle.
             fields.pop("discriminator", None)
             return {("anyOf" if name == "oneOf" else name): each for name, each in fields.items()}
@@ -121,8 +122,8 @@ def _says_nothing(name: str, value: Any) -> bool:
     return value in _SAYS_NOTHING.get(name, ())
 
 
-def _has_exclusive_references(root: dict[str, Any], schemas: Any) -> bool:
-    return any("$ref" in as_dict(each) for each in as_list(schemas)) and are_exclusive(root, schemas)
+def _has_exclusive_references(unions: Unions, schemas: Any) -> bool:
+    return any("$ref" in as_dict(each) for each in as_list(schemas)) and unions.are_exclusive(schemas)
 
 
 def _with_patterns(name: str, value: Any) -> Any:

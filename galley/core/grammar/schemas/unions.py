@@ -8,40 +8,68 @@ from typing import Any
 
 from galley.core.grammar.schemas.subschemas import as_dict, as_list, target
 
-
-def are_exclusive(root: dict[str, Any], schemas: list[Any]) -> bool:
-    """Return True if no value fits two of these schemas: by their types, or by a required property.
-
-    Such a property has other strings as its constants in each, or other types. All references must be paths
-    from the root.
-    """
-    pairs = combinations([_resolved(root, each) for each in schemas], 2)
-    return all(_are_apart(one, other) or _differ_in_a_property(root, one, other) for one, other in pairs)
+# All pairs of them are compared.
+_MOST_SCHEMAS = 64
 
 
-def _resolved(root: dict[str, Any], schema: Any) -> dict[str, Any]:
-    """Return what a schema is or refers to; what stands beside a reference excludes only more."""
-    met: set[int] = set()
-    while isinstance(schema, dict) and "$ref" in schema and id(schema) not in met:
-        met.add(id(schema))
-        schema = target(root, schema["$ref"])
-    return as_dict(schema)
+class _Values:
+    """The values of a schema, as far as they are known."""
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        self.types = set(_types(schema))
+        self.strings = _strings(schema)
+        self.required: dict[str, Any] = {}
+        """The required properties of an object that have schemas."""
+        if schema.get("type") == "object":
+            properties = as_dict(schema.get("properties"))
+            names = [name for name in as_list(schema.get("required")) if isinstance(name, str)]
+            self.required = {name: properties[name] for name in names if name in properties}
 
 
-def _differ_in_a_property(root: dict[str, Any], one: dict[str, Any], other: dict[str, Any]) -> bool:
-    if one.get("type") != "object" or other.get("type") != "object":
-        return False
-    names = {name for name in as_list(one.get("required")) if isinstance(name, str)}
-    mine, others = as_dict(one.get("properties")), as_dict(other.get("properties"))
-    return any(
-        _are_apart(_resolved(root, mine.get(name)), _resolved(root, others.get(name)))
-        for name in as_list(other.get("required"))
-        if isinstance(name, str) and name in names
-    )
+class Unions:
+    """The schemas of one root, all of whose references must be paths from it."""
 
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._unknown = _Values({})
+        self._values: dict[int, _Values] = {}
+        self._compared: dict[tuple[_Values, _Values], bool] = {}
 
-def _are_apart(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return _is_apart(set(_types(one)), set(_types(other))) or _is_apart(_strings(one), _strings(other))
+    def are_exclusive(self, schemas: list[Any]) -> bool:
+        """Return True if no value fits two of these schemas: by their types, or by a required property.
+
+        Such a property has other strings as its constants in each, or other types. False for many schemas.
+        """
+        if len(schemas) > _MOST_SCHEMAS:
+            return False
+        pairs = combinations([self._values_of(each) for each in schemas], 2)
+        return all(self._are_apart(*pair) or self._differ_in_a_property(*pair) for pair in pairs)
+
+    def _values_of(self, schema: Any) -> _Values:
+        """Return those of what a schema is or refers to: what stands beside a reference excludes more."""
+        passed: list[int] = []
+        while isinstance(schema, dict) and id(schema) not in self._values:
+            passed.append(id(schema))
+            is_last = "$ref" not in schema
+            # A reference in a circle leads to nothing that is known.
+            self._values[id(schema)] = _Values(schema) if is_last else self._unknown
+            schema = schema if is_last else target(self._root, schema["$ref"])
+        values = self._values[id(schema)] if isinstance(schema, dict) else self._unknown
+        self._values |= dict.fromkeys(passed, values)
+        return values
+
+    def _differ_in_a_property(self, one: _Values, other: _Values) -> bool:
+        return one is not other and any(
+            self._are_apart(self._values_of(schema), self._values_of(other.required[name]))
+            for name, schema in one.required.items()
+            if name in other.required
+        )
+
+    def _are_apart(self, one: _Values, other: _Values) -> bool:
+        pair = one, other
+        if pair not in self._compared:
+            self._compared[pair] = _is_apart(one.types, other.types) or _is_apart(one.strings, other.strings)
+        return self._compared[pair]
 
 
 def _is_apart(one: set[str], other: set[str]) -> bool:
