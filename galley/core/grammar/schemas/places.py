@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
+# The path above, and the last step: a name, or an index of a list. Its text is made for one place only.
+_Path: TypeAlias = "tuple[_Path | None, str | int]"
+# With its message it must fit into the metadata of a response, 8 KiB with up to 12 bytes a character.
+_MOST_CHARS = 200
 _UNKNOWN_KEYWORD = "Unimplemented keys: "
 _REFUSED_VALUES = {"Unknown format: ": "format", "Invalid type: ": "type", "oneOf constraints ": "oneOf"}
 """What a message of llguidance begins with, and the keyword that it is about."""
 
 
 def place_of(schema: dict[str, Any], part: dict[str, Any]) -> str:
-    """Return the place of an object within `schema`; nothing for the schema itself."""
-    return next(place for place, each in _placed(schema) if each is part)
+    """Return the place of an object within `schema`; nothing for the schema itself, or where it is long."""
+    return _written(next(path for path, each in _placed(schema) if each is part))
 
 
 def place_of_message(schema: dict[str, Any], message: str) -> str:
-    """Return the place that a message of llguidance is about; nothing where it may be about several."""
-    places = [
-        f"{place}.{name}".lstrip(".")
-        for place, part in _placed(schema)
+    """Return the place that a message of llguidance is about; nothing where it may be several, or is long."""
+    paths = (
+        (path, name)
+        for path, part in _placed(schema)
         for name, value in part.items()
         if _is_about(message, name, value)
-    ]
-    return places[0] if len(places) == 1 else ""
+    )
+    path = next(paths, None)
+    return "" if path is None or next(paths, None) is not None else _written(path)
 
 
 def _is_about(message: str, name: str, value: Any) -> bool:
@@ -35,13 +40,22 @@ def _is_about(message: str, name: str, value: Any) -> bool:
     return not isinstance(value, str) or message == f"{begin}{value}"
 
 
-def _placed(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield all objects of a schema with their places."""
-    rest: list[tuple[str, Any]] = [("", schema)]
+def _placed(schema: dict[str, Any]) -> Iterator[tuple[_Path | None, dict[str, Any]]]:
+    """Yield all objects of a schema with their paths."""
+    rest: list[tuple[_Path | None, Any]] = [(None, schema)]
     while rest:
-        place, value = rest.pop()
+        path, value = rest.pop()
         if isinstance(value, dict):
-            yield place, value
-            rest += [(f"{place}.{name}".lstrip("."), each) for name, each in value.items()]
-        elif isinstance(value, list):
-            rest += [(f"{place}[{index}]", each) for index, each in enumerate(value)]
+            yield path, value
+        steps = value.items() if isinstance(value, dict) else enumerate(value)
+        rest += [((path, step), each) for step, each in steps if isinstance(each, dict | list)]
+
+
+def _written(path: _Path | None) -> str:
+    """Return a path as it stands in a message."""
+    steps: list[str] = []
+    while path is not None:
+        path, step = path
+        steps.append(f".{step}" if isinstance(step, str) else f"[{step}]")
+    place = "".join(reversed(steps)).lstrip(".")
+    return place if len(place) <= _MOST_CHARS else ""

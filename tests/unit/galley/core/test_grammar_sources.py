@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -455,6 +456,26 @@ def test_a_refusal_names_the_place_in_the_schema(schema: object, place: str) -> 
 def test_a_refusal_names_no_place_out_of_several(schema: object) -> None:
     with pytest.raises(InvalidGrammar, match=r"^structured_output.json_schema: must be .*not"):
         compile_grammar(VOCABULARY, GrammarSpec("json_schema", json.dumps(schema)))
+
+
+@pytest.mark.parametrize("part", [{"pattern": "[]"}, {"not": {}}])
+def test_a_refusal_names_no_place_that_is_longer_than_a_message(part: object) -> None:
+    with pytest.raises(InvalidGrammar) as refused:
+        compile_grammar(
+            VOCABULARY, GrammarSpec("json_schema", json.dumps({"properties": {"k" * 30_000: part}}))
+        )
+    assert str(refused.value).startswith("structured_output.json_schema: must ")
+
+
+@pytest.mark.parametrize("part", [{"pattern": "[]"}, {"not": {}}])
+def test_a_refusal_beside_a_long_name_of_many_values_takes_little_memory(part: object) -> None:
+    schema = {"properties": {"x": part}, "const": {"k" * 32_000 + "\U0001f600": [1] * 10_000}}
+    tracemalloc.start()
+    with pytest.raises(InvalidGrammar, match=r"properties\.x"):
+        compile_grammar(VOCABULARY, GrammarSpec("json_schema", json.dumps(schema)))
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 16 << 20
 
 
 def test_the_classes_of_a_pattern_are_read_in_linear_time() -> None:
