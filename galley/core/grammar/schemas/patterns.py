@@ -34,14 +34,15 @@ _WIDE: Mapping[str, str] = {
 _DOT, _ANY = r"[^\n\r\u2028\u2029]", "(?s:.)"
 
 _TOKEN = re.compile(
-    r"\[(?P<no>\^?)(?P<body>(?:\\.|[^\]\\])*+)(?P<end>\]?)|\\(?P<set>[dDwWsS])|\\.|(?P<dot>\.)", re.DOTALL
+    r"\[(?P<no>\^?)(?P<body>(?:\\.|[^\]\\])*+)(?P<end>\]?)|\\(?P<set>[dDwWsS])|\\."
+    r"|(?P<dot>\.)|\(\?(?P<flags>[a-zA-Z-]*+)(?P<scope>[:)])|(?P<group>[()])",
+    re.DOTALL,
 )
 _ONE = r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\[xu]\{[^}]*\}|\\[^dDwWsSpPxu]|[^\\]"
 _ITEM = re.compile(
     rf"(?P<low>{_ONE})-(?P<high>{_ONE})|\\(?P<set>[dDwWsS])|\\[pP](?:\{{[^}}]*\}}|.)|(?P<one>{_ONE})|\\.",
     re.DOTALL,
 )
-_DOT_IS_ALL = re.compile(r"\(\?[a-zA-Z]*s")
 # Rust's `regex` has nested classes, intersections (&&), differences (--, ~~).
 _OPERATORS = frozenset("[&-~^")
 
@@ -51,11 +52,19 @@ def rust_pattern(pattern: str) -> str:
 
     What is no pattern at all is left to llguidance, which says so.
     """
-    dot = "." if _DOT_IS_ALL.search(pattern) else _DOT
+    dots = [_DOT]
+    """What a dot is, in each group that is open."""
 
     def written(found: re.Match[str]) -> str:
         if found["dot"]:
-            return dot
+            return dots[-1]
+        if found["group"] == "(" or found["scope"] == ":":
+            dots.append(dots[-1])
+        if found["group"] == ")" and len(dots) > 1:
+            dots.pop()
+        if found["flags"]:
+            added, _, removed = found["flags"].partition("-")
+            dots[-1] = _ANY if "s" in added else _DOT if "s" in removed else dots[-1]
         if found["set"]:
             # Case is no part of these, and to look for it takes time.
             return f"(?-i:[{_NARROW[found['set']]}])"

@@ -69,6 +69,26 @@ def test_an_answer_may_have_what_a_pattern_allows(pattern: str, value: str) -> N
     assert accepts(compiled(pattern), value)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "taken", "refused"),
+    [
+        (r"^[(?s].$", "sa", "s\u2028"),
+        (r"^\(?s.$", "(sa", "s\u2028"),
+        (r"^(?s:.).$", "\u2028a", "a\u2028"),
+        (r"^(?s:(.)[)].).$", "\u2028)\u2028a", "a)a\u2028"),
+        (r"^(?s:(?-s:.).)$", "a\u2028", "\u2028a"),
+        (r"^(?:(?s).).$", "\u2028a", "a\u2028"),
+        (r"^(?is:(?i:.)).$", "\u2028a", "a\u2028"),
+        (r"^(?i:.)$", "a", "\u2028"),
+        (r"(?is)^(a|.)$", "\u2028", "aa"),
+    ],
+)
+def test_a_dot_is_a_line_end_only_where_its_group_says_so(pattern: str, taken: str, refused: str) -> None:
+    grammar = compiled(pattern)
+    assert accepts(grammar, taken)
+    assert not accepts(grammar, refused)
+
+
 @pytest.mark.parametrize("pattern", ["^[]a]$", "^[^]a]$", "^[]$", "^[^]$"])
 def test_an_empty_class_is_refused(pattern: str) -> None:
     problem = f"must not have an empty class in a pattern, got {pattern!r}"
