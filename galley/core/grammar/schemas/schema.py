@@ -116,22 +116,32 @@ def _check_part(kind: Kind, part: dict[str, Any]) -> None:
     for text in texts([part.get("const"), part.get("enum"), names]):
         if _CONTROL.search(text):
             raise InvalidGrammar(kind, f"must not have a control character, got {_short(text)}")
-    for pattern in texts([part.get("pattern"), list(as_dict(part.get("patternProperties")))]):
-        narrow = _WIDE_CLASS.sub("", pattern.replace(r"\\", ""))
-        if _CONTROL.search(narrow) or _ESCAPED.search(narrow):
+    for pattern in texts(part.get("pattern")):
+        _checked_pattern(kind, pattern)
+    known = set[str]()
+    for pattern in as_dict(part.get("patternProperties")):
+        if (written := _checked_pattern(kind, pattern)) in known:
             raise InvalidGrammar(
-                kind, f"must not have a control character in a pattern, got {_short(pattern)}"
+                kind, f"must not have a pattern twice in patternProperties, got {_short(pattern)}"
             )
-        try:
-            rust_pattern(pattern)
-        except ValueError as error:
-            raise InvalidGrammar(kind, f"{error} in a pattern, got {_short(pattern)}") from None
+        known.add(written)
     _check_numbers(kind, part)
     least, certain = part.get("minProperties"), len(set(texts(part.get("required"))))
     if isinstance(least, int) and least > certain + 1:
         raise InvalidGrammar(
             kind, f"minProperties must be at most one more than the {certain} required, got {least}"
         )
+
+
+def _checked_pattern(kind: Kind, pattern: str) -> str:
+    """Return a pattern as llguidance reads it. Raise InvalidGrammar for what it reads otherwise."""
+    narrow = _WIDE_CLASS.sub("", pattern.replace(r"\\", ""))
+    if _CONTROL.search(narrow) or _ESCAPED.search(narrow):
+        raise InvalidGrammar(kind, f"must not have a control character in a pattern, got {_short(pattern)}")
+    try:
+        return rust_pattern(pattern)
+    except ValueError as error:
+        raise InvalidGrammar(kind, f"{error} in a pattern, got {_short(pattern)}") from None
 
 
 def _check_numbers(kind: Kind, part: dict[str, Any]) -> None:

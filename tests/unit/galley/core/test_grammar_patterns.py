@@ -113,6 +113,14 @@ def test_names_by_a_pattern_are_of_ecma_262_too() -> None:
     assert not accepts(grammar, {"&\x85": None})
 
 
+def test_a_pattern_that_stands_twice_for_names_is_refused() -> None:
+    schema = {"items": {"patternProperties": {r"^[&]$": {"type": "integer"}, r"^[\&]$": {"type": "string"}}}}
+    with pytest.raises(
+        InvalidGrammar, match=r"items: must not have a pattern twice in patternProperties, got"
+    ):
+        compile_grammar(VOCABULARY, GrammarSpec("json_schema", json.dumps(schema)))
+
+
 def test_a_constant_is_no_pattern() -> None:
     schema = {"const": {"pattern": ".", "patternProperties": {r"\d": 1}}}
     grammar = compile_grammar(VOCABULARY, GrammarSpec("json_schema", json.dumps(schema)))
