@@ -20,6 +20,7 @@ from galley.core.grammar.schemas.subschemas import (
     BASES,
     as_dict,
     as_list,
+    certain_subschemas,
     depth,
     integers,
     merged,
@@ -57,6 +58,7 @@ def check_schema(kind: Kind, schema: Any, limits: GrammarLimits) -> dict[str, An
         except InvalidGrammar as error:
             place = place_of(schema, part)
             raise (InvalidGrammar(kind, f"{place}: {error.problem}") if place else error) from None
+    _check_uncertain(kind, schema, parts)
     needs = {id(part): [id(need) for need in _needs(schema, part)] for part in parts}
     try:
         TopologicalSorter(needs).prepare()
@@ -66,6 +68,26 @@ def check_schema(kind: Kind, schema: Any, limits: GrammarLimits) -> dict[str, An
     _check_sizes(kind, parts, limits)
     check_costs(kind, schema, parts)
     return schema
+
+
+def _check_uncertain(kind: Kind, schema: dict[str, Any], parts: Sequence[dict[str, Any]]) -> None:
+    """Raise InvalidGrammar for a pattern that has to be written anew, but may be part of a constant."""
+    anew = [
+        (id(part), pattern)
+        for part in parts
+        for pattern in _patterns(part)
+        if rust_pattern(pattern) != pattern
+    ]
+    certain = {id(part) for part in certain_subschemas(schema)} if anew else ()
+    for part, pattern in anew:
+        if part not in certain:
+            problem = "must have patterns below $defs where a $ref is no path from the root"
+            raise InvalidGrammar(kind, f"{problem}, got {_short(pattern)}")
+
+
+def _patterns(part: dict[str, Any]) -> list[str]:
+    found = [part.get("pattern"), *as_dict(part.get("patternProperties"))]
+    return [pattern for pattern in found if isinstance(pattern, str)]
 
 
 def _check_levels(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -21,14 +22,17 @@ def subschemas(root: dict[str, Any]) -> list[dict[str, Any]]:
 
     With references other than by path these are all objects of it, since any may be what one leads to.
     """
-    parts = _reached(root, lambda part: [*children(part), *merged(root, part)])
+    parts = _reached(root, partial(_following, root))
     return parts if refers_by_path(root, parts) else _reached(root, _objects)
 
 
 def certain_subschemas(root: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the objects of `subschemas` that are schemas, whatever its references lead to."""
+    """Return the objects of `subschemas` that are schemas, whatever references lead to that are no paths."""
     parts = subschemas(root)
-    return parts if refers_by_path(root, parts) else _reached(root, children)
+    if refers_by_path(root, parts):
+        return parts
+    # Where a base moves, a path does not begin at the root.
+    return _reached(root, children if _moves(root, parts) else partial(_following, root))
 
 
 def refers_by_path(root: dict[str, Any], parts: Iterable[dict[str, Any]]) -> bool:
@@ -36,8 +40,16 @@ def refers_by_path(root: dict[str, Any], parts: Iterable[dict[str, Any]]) -> boo
     references = [part["$ref"] for part in parts if isinstance(part.get("$ref"), str)]
     if not all(isinstance(target(root, each), dict | bool) for each in references):
         return False
-    moves = (part is not root and any(isinstance(part.get(name), str) for name in BASES) for part in parts)
-    return not references or not any(moves)
+    return not references or not _moves(root, parts)
+
+
+def _moves(root: dict[str, Any], parts: Iterable[dict[str, Any]]) -> bool:
+    """Return True if a part other than the root has a base of its own for references."""
+    return any(part is not root and any(isinstance(part.get(name), str) for name in BASES) for part in parts)
+
+
+def _following(root: dict[str, Any], part: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*children(part), *merged(root, part)]
 
 
 def _reached(

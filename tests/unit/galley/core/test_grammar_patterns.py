@@ -113,6 +113,36 @@ def test_names_by_a_pattern_are_of_ecma_262_too() -> None:
     assert not accepts(grammar, {"&\x85": None})
 
 
+LINE = {"type": "string", "pattern": "^.$"}
+NAMED = {"z": {"$anchor": "q", "type": "null"}}
+BASED = {"z": {"$id": "http://x/b", "type": "null"}}
+
+
+def test_a_pattern_that_only_a_path_leads_to_is_of_ecma_262() -> None:
+    schema = {
+        "anyOf": [{"$ref": "#/components/A"}, {"$ref": "#q"}],
+        "components": {"A": LINE},
+        "$defs": NAMED,
+    }
+    grammar = compile_grammar(VOCABULARY, GrammarSpec("json_schema", json.dumps(schema)))
+    assert accepts(grammar, "a")
+    assert not accepts(grammar, "\u2028")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "./#/components/A"},
+        {"$id": "http://x/foo.json", "$ref": "foo.json#/components/A"},
+        {"anyOf": [{"$ref": "#/components/A"}, {"$ref": "http://x/b"}], "$defs": BASED},
+    ],
+)
+def test_a_pattern_that_may_be_part_of_a_constant_is_refused(schema: dict[str, object]) -> None:
+    text = json.dumps({**schema, "components": {"A": LINE}})
+    with pytest.raises(InvalidGrammar, match=r"must have patterns below \$defs"):
+        compile_grammar(VOCABULARY, GrammarSpec("json_schema", text))
+
+
 def test_a_pattern_that_stands_twice_for_names_is_refused() -> None:
     schema = {"items": {"patternProperties": {r"^[&]$": {"type": "integer"}, r"^[\&]$": {"type": "string"}}}}
     with pytest.raises(
