@@ -268,7 +268,7 @@ class GatewaySettings(TokenSettings):
         10.0,
         gt=0,
         description="Longest time that streams wait for a target that rejects, fails or is missing, in "
-        "seconds.",
+        "seconds. Where none responds, each silent one is waited for 120 s instead.",
     )
     hedge_quantile: float = Field(
         0.0,

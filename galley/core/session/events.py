@@ -104,14 +104,15 @@ class Failed:
     """A request failed: no response in time, no connection, or an error status.
 
     If `retryable`, the same replica may serve it later. With `elsewhere`, it can be repeated at once, at a
-    replica that has not failed this session. A `refusal` is the error of the session's caller: no replica
-    could serve it.
+    replica that has not failed this session. If `late`, the replica was silent: it has failed since it got
+    the request, not just now. A `refusal` is the error of the session's caller: no replica could serve it.
     """
 
     request_id: int
     message: str
     retryable: bool = True
     elsewhere: bool = False
+    late: bool = False
     refusal: CallerFault | None = None
 
 

@@ -16,7 +16,8 @@ Rules:
 5. The target never needs a draft: a round uses the valid part of a proposal, or none. After a failure, or a
    response that does not fit its request, the draft gets no request until a cooldown ends.
 6. A target that fails is retried until `target_timeout_ns` have passed since its first failure without a
-   verdict. If another replica is available, it gets the request at once, and its time counts anew.
+   verdict; a silent one has failed since it got the request. If another replica is available, it gets the
+   request at once, and its time counts anew.
 7. Caches are addressed by content: after a cache miss the request is repeated with more tokens.
 
 The machine does no I/O and has no clock: `step(event, now)` returns the effects to carry out, in order.
@@ -546,11 +547,12 @@ class Session:
 
     def _on_target_failed(self, event: ev.Failed, now: int) -> None:
         self._verifying.fail(elsewhere=event.elsewhere)
+        failed_ns = self._round.verify_ns if event.late else now
         if event.elsewhere:
             self._retry_target(now)
         elif not event.retryable:
             self._end_with(event.refusal or Broken(f"the target refused: {event.message}"))
-        elif (retry_ns := self._verifying.next_retry_ns(now, self.spec.session_id)) is None:
+        elif (retry_ns := self._verifying.next_retry_ns(now, self.spec.session_id, failed_ns)) is None:
             self._end_with(TargetUnavailable(f"no verdict from the target: {event.message}"))
         else:
             self.phase = Phase.BACKING_OFF

@@ -4,8 +4,8 @@
 2. The limit of a Verify is never lowered. ExtendVerify raises it once half of the credit is used.
 3. After a cache miss the request is repeated with more tokens. More than `MAX_MISSES` in a row are a failure.
 4. A failed target is retried with doubling delays, until `timeout_ns` have passed since its first failure
-   without a verdict. Each delay is cut by up to half, so that sessions that failed together do not retry
-   together.
+   without a verdict; a silent one has failed since it got the request, or since its last verdict. Each
+   delay is cut by up to half, so that sessions that failed together do not retry together.
 """
 
 from __future__ import annotations
@@ -274,13 +274,13 @@ class Verifying:
         self._misses = 0
         self.cache_len = 0
 
-    def next_retry_ns(self, now: int, session_id: str) -> int | None:
+    def next_retry_ns(self, now: int, session_id: str, failed_ns: int) -> int | None:
         """Return when to retry, the last time at the end of the timeout; None once that has come.
 
-        The timeout counts from the first failure.
+        The timeout counts from the first failure; `failed_ns` is the time of this one.
         """
         if self._failing_since is None:
-            self._failing_since = now
+            self._failing_since = failed_ns
         left_ns = self._failing_since + self._timeout_ns - now
         if left_ns <= self._first_retry_ns // 2:  # timers may fire early, too
             return None

@@ -250,7 +250,7 @@ class SessionRunner:
             self._timer = self._loop.call_at(self._late_s, self._check_target)
             return
         can_move = self._verification.expire()
-        failed = ev.Failed(self._requested.request_id, "no response in time", elsewhere=can_move)
+        failed = ev.Failed(self._requested.request_id, "no response in time", elsewhere=can_move, late=True)
         self._requested = None
         self._observer.target_failed(failed.message)
         self.post(failed)

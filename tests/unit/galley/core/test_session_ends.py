@@ -70,7 +70,7 @@ def test_the_store_decides_between_finish_and_abort() -> None:
 def test_a_target_is_retried_after_doubling_pauses_until_its_timeout() -> None:
     verifying = Verifying(0, 4, retry_ns=10, max_retry_ns=25, timeout_ns=100)
     now, retries = 5, []
-    while (at := verifying.next_retry_ns(now, "s")) is not None:
+    while (at := verifying.next_retry_ns(now, "s", now)) is not None:
         retries.append(at - now)
         now = at
     assert 100 <= now <= 105, "the last one at the end of the timeout"
@@ -80,7 +80,7 @@ def test_a_target_is_retried_after_doubling_pauses_until_its_timeout() -> None:
 
 def test_sessions_that_failed_together_retry_at_different_times() -> None:
     fresh = (Verifying(0, 4, retry_ns=1000, max_retry_ns=1000, timeout_ns=2000) for _ in range(100))
-    times = {verifying.next_retry_ns(5, str(number)) for number, verifying in enumerate(fresh)}
+    times = {verifying.next_retry_ns(5, str(number), 5) for number, verifying in enumerate(fresh)}
     assert len(times) > 80
 
 
@@ -158,6 +158,20 @@ def test_the_time_in_a_targets_queue_is_no_failure() -> None:
     world.reply(fail=True)
     assert world.end is not None
     assert isinstance(world.end.error, TargetUnavailable)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_silent_target_has_failed_since_it_got_the_request(elsewhere: bool) -> None:
+    session = Session(Answer(spec(k=0), letters), SessionLimits(target_timeout_ns=100 * MS))
+    session.start(0)
+    [effect] = session.step(ev.Failed(1, "silent", elsewhere=elsewhere, late=True), now=200 * MS)
+    if elsewhere:
+        assert isinstance(effect, ev.Verify)
+        [effect] = session.step(ev.Failed(2, "silent", late=True), now=250 * MS)
+        assert isinstance(effect, ev.SetTimer), "it got the request 50 ms before"
+        return
+    assert isinstance(effect, ev.End)
+    assert isinstance(effect.error, TargetUnavailable)
 
 
 def test_the_time_of_another_replica_counts_anew() -> None:
