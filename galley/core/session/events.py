@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol, Self, TypeAlias
 
 from galley.core.answer.answer import Answer, Ending, SessionSpec
-from galley.core.errors import CallerFault, GalleyError
+from galley.core.errors import GalleyError
 from galley.core.hints import Hint
 from galley.core.names import NO_STRATEGY
 from galley.core.records import PositionLogprobs, TokenRecord
@@ -105,7 +105,8 @@ class Failed:
 
     If `retryable`, the same replica may serve it later. With `elsewhere`, it can be repeated at once, at a
     replica that has not failed this session. If `late`, the replica was silent: it has failed since it got
-    the request, not just now. A `refusal` is the error of the session's caller: no replica could serve it.
+    the request, not just now. A `refusal` is the error of the session's caller, or of the gateway: no replica
+    could serve it.
     """
 
     request_id: int
@@ -113,7 +114,7 @@ class Failed:
     retryable: bool = True
     elsewhere: bool = False
     late: bool = False
-    refusal: CallerFault | None = None
+    refusal: GalleyError | None = None
 
 
 @value

@@ -12,7 +12,7 @@ from galley.common.logs import get_logger
 from galley.common.wire.codec import grammar_message, logprobs_from, sampling_message
 from galley.common.wire.status import error_type, item_error_type
 from galley.core.answer.answer import SessionSpec
-from galley.core.errors import InvalidField
+from galley.core.errors import Broken, InvalidField
 from galley.core.features import NO_STATES, States
 from galley.core.grammar.limits import FIELD as GRAMMAR_FIELD
 from galley.core.names import DRAFT_SOURCES
@@ -220,7 +220,8 @@ def failed_event(request_id: int, error: Exception, span: CallSpan) -> ev.Failed
 def broken_event(request_id: int, error: Exception) -> ev.Failed:
     """Log an unexpected error of the gateway, and return the event that ends its session."""
     _log.error("target request failed", exc_info=error)
-    return ev.Failed(request_id, f"its request raised {type(error).__name__}", retryable=False)
+    message = f"its request raised {type(error).__name__}"
+    return ev.Failed(request_id, message, retryable=False, refusal=Broken(message))
 
 
 def note_status(span: CallSpan, answer: pb.VerifyAnswer | pb.ProposeAnswer) -> None:

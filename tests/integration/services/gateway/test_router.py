@@ -440,6 +440,7 @@ async def test_an_unexpected_error_ends_the_request(
         [failed] = await here.ask(target, confirmed(0))
     assert isinstance(failed, ev.Failed)
     assert (failed.message, failed.retryable) == ("its request raised KeyError", False)
+    assert not failed.elsewhere, "it would fail at every replica"
     assert [line["event"] for line in logged] == ["target request failed"]
 
 
