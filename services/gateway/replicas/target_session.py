@@ -186,6 +186,15 @@ class TargetSession:
             self._at = None
             self._why_left = reason
 
+    def may_repeat(self, failed: ev.Failed) -> bool:
+        """Return True if another replica may serve what one has failed, whose address is noted by `leave`.
+
+        What a second one refuses for good, no other serves either; it would only read the prompt again.
+        """
+        if failed.refusal is not None:
+            return False
+        return failed.retryable or len(self._failed) == 1
+
     def move_to(self, target: TargetReplica, reason: str) -> None:
         """Continue at a replica that serves the session already."""
         self._at = target
@@ -434,7 +443,8 @@ class TargetRequest:
             self._expect(target)
         elif isinstance(last, ev.Failed):
             self._session.leave(target)
-            events[-1] = replace(last, elsewhere=last.refusal is None and self._can_move_from(target))
+            can_move = self._session.may_repeat(last) and self._can_move_from(target)
+            events[-1] = replace(last, elsewhere=can_move)
 
     def _can_move_from(self, target: TargetReplica) -> bool:
         return self._session.other(self._spec, self._request, target) is not None

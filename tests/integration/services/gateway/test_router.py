@@ -139,8 +139,8 @@ def pool_of(leases: Leases, world: World) -> TargetPool:
 
 
 @pytest.fixture
-async def here(world: World) -> AsyncIterator[Here]:
-    async with Fleet(world) as fleet:
+async def here(world: World, request: pytest.FixtureRequest) -> AsyncIterator[Here]:
+    async with Fleet(world, getattr(request, "param", "ab")) as fleet:
         fakes = [member.fake for member in fleet.members]
         leases = Leases()
         targets = pool_of(leases, world)
@@ -454,6 +454,17 @@ async def test_a_session_leaves_a_failing_replica(here: Here) -> None:
     for fake in here.fakes:
         fake.item_failure = None
     await here.verified(target, confirmed(1))
+
+
+@pytest.mark.parametrize("here", ["abc"], indirect=True)
+@pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT])
+async def test_what_a_target_refuses_one_other_gets(here: Here, code: grpc.StatusCode) -> None:
+    target = TargetSession(here.targets)
+    for fake in here.fakes:
+        fake.item_failure = code
+    failures = [answer for _ in range(2) for answer in await here.ask(target, confirmed(0))]
+    assert [isinstance(it, ev.Failed) and it.elsewhere for it in failures] == [True, False]
+    assert sorted(here.request_counts()) == [0, 1, 1]
 
 
 async def test_a_restarted_replica_is_a_new_incarnation(here: Here) -> None:
