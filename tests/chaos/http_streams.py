@@ -22,15 +22,17 @@ _SILENT_S = 5.0
 """The longest time that a client waits for bytes before it takes its connection for broken."""
 _PAUSE_S = 0.2
 _Request: TypeAlias = AbstractAsyncContextManager[httpx2.Response]
-_RETRIED = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
 
 
 class HttpError(Exception):
     """An error object, in a response or in a stream."""
 
-    def __init__(self, error: dict[str, Any]) -> None:
+    def __init__(self, error: dict[str, Any], *, refuses_call: bool = False) -> None:
+        """`refuses_call`: it is the whole response."""
         super().__init__(f"{error['code']}: {error['message']}")
         self.code = grpc.StatusCode[error["code"].upper()]
+        is_busy = self.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        self.is_forgiven = refuses_call if is_busy else self.code is grpc.StatusCode.UNAVAILABLE
 
 
 @dataclass
@@ -73,7 +75,7 @@ class HttpStream(Stream):
                     if error.code in self._ends:
                         self.ended[error.code.name] += 1
                         return
-                    if error.code not in _RETRIED:
+                    if not error.is_forgiven:
                         raise
                     self.refused += error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
                     await asyncio.sleep(_PAUSE_S)
@@ -103,7 +105,7 @@ class HttpStream(Stream):
         async with answer.request(client, address) as response:
             if response.status_code != httpx2.codes.OK:
                 await response.aread()
-                raise HttpError(response.json()["error"])
+                raise HttpError(response.json()["error"], refuses_call=True)
             answer.session_id = response.headers["x-galley-session-id"]
             async for event_id, data in _events(response):
                 answer.last_id = event_id or answer.last_id

@@ -24,7 +24,10 @@ from tests.fakes.waiting import Watch
 
 PROMPT_TOKENS = 24
 _RETRIES = Retries(CLIENT_PATIENCE_S, CLIENT_PATIENCE_S, longest_pause_s=0.5)
-_GIVEN_UP = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
+_GIVEN_UP = frozenset(
+    {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.RESOURCE_EXHAUSTED}
+)
+"""Statuses with which a client raises once it has tried to resume for long enough."""
 
 
 class WrongToken(Exception):
@@ -59,9 +62,10 @@ class Stream:
 
     Each answer has a client of its own, which tries the first of `gateways` again even if it had died
     before. Once the client has given up, the session is resumed as an application does. A call that a busy
-    gateway refused, before any work, is repeated and counts as `refused`. No other error is forgiven, except
-    those that `may_end` names: then the answer counts as `ended`, and another one is requested. After
-    `patience_s` without a token the stream counts as lost. `rebuilt` counts changes of the target build.
+    gateway refused, before it named a session, is repeated and counts as `refused`. No other error is
+    forgiven, except those that `may_end` names: then the answer counts as `ended`, and another one is
+    requested. After `patience_s` without a token the stream counts as lost. `rebuilt` counts changes of the
+    target build.
     """
 
     prompt: list[int]
@@ -112,10 +116,11 @@ class Stream:
                     self.ended[error.code.name] += 1
                     return
                 waited_s = time.monotonic() - max(asked_s, self.heard_s[-1])
-                if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                pause_s = max(error.retry_after_s or 0.0, _RETRIES.longest_pause_s)
+                if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and not stream.session_id:
                     self.refused += 1
                     await asyncio.sleep(error.retry_after_s or _RETRIES.longest_pause_s)
-                elif error.code in _GIVEN_UP and waited_s >= CLIENT_PATIENCE_S - _RETRIES.longest_pause_s:
+                elif error.code in _GIVEN_UP and waited_s >= CLIENT_PATIENCE_S - pause_s:
                     self.given_up += 1
                 else:
                     raise

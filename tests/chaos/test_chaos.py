@@ -40,7 +40,7 @@ from tests.chaos.disturbances import (
     pool_of,
 )
 from tests.chaos.goals import goals
-from tests.chaos.http_streams import HttpStream
+from tests.chaos.http_streams import HttpError, HttpStream
 from tests.chaos.links import GATEWAYS
 from tests.chaos.run import parsed, record_name
 from tests.chaos.streams import Stream, longest_wait, longest_within, options, prompts, usual_wait
@@ -221,9 +221,9 @@ def test_all_is_done_to_all() -> None:
 class _SaturatedOnce:
     """A client whose first call is refused; it answers the second."""
 
+    session_id: str = ""
     calls: int = 0
     tokens: list[int] = field(default_factory=list)
-    session_id: str = "s"
     finished: bool | None = None
 
     def stream(self, *_: object, **__: object) -> Any:
@@ -232,7 +232,6 @@ class _SaturatedOnce:
 
     async def __aiter__(self) -> AsyncIterator[pb.StreamEvent]:
         if self.calls == 1:
-            self.session_id = ""
             raise ResourceExhaustedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "saturated", (), 0.001)
         self.tokens, self.finished = [7, 8], True
         yield pb.StreamEvent(chunk=pb.Chunk(token_ids=self.tokens))
@@ -242,6 +241,20 @@ async def test_a_call_that_a_busy_gateway_refuses_is_repeated_and_counted() -> N
     stream = Stream([3], options(2, 0), ("gateway",), reference=[7, 8])
     await stream._answer_by(cast("AsyncClient", _SaturatedOnce()))
     assert (stream.answers, stream.refused, stream.given_up) == (1, 1, 0)
+
+
+async def test_a_session_that_a_gateway_refuses_is_not_forgiven_at_once() -> None:
+    stream = Stream([3], options(2, 0), ("gateway",), reference=[7, 8])
+    with pytest.raises(ResourceExhaustedError):
+        await stream._answer_by(cast("AsyncClient", _SaturatedOnce("s")))
+    assert stream.refused == 0
+
+
+@pytest.mark.parametrize(("code", "in_stream"), [("resource_exhausted", False), ("unavailable", True)])
+def test_a_busy_gateway_refuses_calls_over_http_not_streams(code: str, in_stream: bool) -> None:
+    error = {"code": code, "message": "saturated"}
+    assert HttpError(error, refuses_call=True).is_forgiven
+    assert HttpError(error).is_forgiven == in_stream
 
 
 def test_waits_are_counted_from_the_strike_and_to_their_end() -> None:
