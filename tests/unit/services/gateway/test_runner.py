@@ -68,7 +68,9 @@ async def test_a_verification_without_a_response_moves_at_once() -> None:
     runner = await runner_of(targets, FaultyStore(), verify_ns=SECOND // 20)
     running = asyncio.create_task(run(runner))
     await targets.has_expired.wait()
-    assert len(targets.verifications) == 2
+    first, second = targets.verifications[:2]  # on a slow machine the second one may expire, too
+    assert first.closed
+    assert second.replica != first.replica
     targets.may_answer.set()
     assert (await running).error is None
 
