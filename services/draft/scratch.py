@@ -7,11 +7,14 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 PREFIX = "galley-draft-"
+_LOCKED_AFTER_S = 60.0
+"""Age at which a directory without its later name is no longer new: its process would have locked it."""
 
 
 @asynccontextmanager
@@ -37,9 +40,11 @@ def _show(directory: Path) -> Path:
 
 
 def _remove_stale() -> None:
-    for stale in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    directory, new_since_s = Path(tempfile.gettempdir()), time.time() - _LOCKED_AFTER_S
+    for stale in (*directory.glob(f"{PREFIX}*"), *directory.glob(f".{PREFIX}*")):
         with suppress(OSError), _locked(stale):
-            shutil.rmtree(stale, ignore_errors=True)
+            if not stale.name.startswith(".") or stale.stat().st_mtime < new_since_s:
+                shutil.rmtree(stale, ignore_errors=True)
 
 
 @contextmanager
