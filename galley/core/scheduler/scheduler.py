@@ -401,8 +401,12 @@ class Scheduler:
         return plan
 
     def _start(self, requests: Sequence[ActiveRequest], now: int) -> None:
-        """Note that a step fed these requests, which began at `now`."""
-        self.queue_times_ns = [now - request.arrived_ns for request in requests if not request.has_started]
+        """Note that a step, which began at `now`, fed these requests; cancelled ones are not counted."""
+        self.queue_times_ns = [
+            now - request.arrived_ns
+            for request in requests
+            if not request.has_started and not request.cancelled
+        ]
         for request in requests:
             request.has_started = True
 

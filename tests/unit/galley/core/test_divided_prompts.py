@@ -127,6 +127,14 @@ def test_a_request_waits_until_a_row_of_it_is_fed(bench: Bench) -> None:
     assert (result_of(answer).queue_ns, result_of(answer).compute_ns) == (16 * MS, 14 * MS)
 
 
+def test_a_request_that_was_cancelled_in_its_first_step_has_no_queue_time(bench: Bench) -> None:
+    cancelled = bench.submit(request(PROMPT))
+    plan = bench.begin()
+    bench.scheduler.cancel(cancelled)
+    bench.scheduler.conclude(plan, [Computed(9)], bench.now)
+    assert bench.scheduler.queue_times_ns == []
+
+
 def test_the_deadline_of_a_request_counts_until_a_row_of_it_is_fed(bench: Bench) -> None:
     bench.submit(request(PROMPT, session="fed", arrival_ns=1, deadline_ns=5))
     waits = bench.submit(request(PROMPT, session="waits", arrival_ns=2, deadline_ns=5))
