@@ -230,15 +230,20 @@ class Auditor:
         await self._tools.records.close()
 
     async def _work(self) -> None:
+        is_delayed = False  # which is logged once, until an audit reaches the store again
         try:
             while self._waiting:
                 session_id, principal = self._waiting.popleft()
                 try:
                     await self._audit_later(session_id, principal)
+                    is_delayed = False
                 except UnknownSession:
+                    is_delayed = False
                     _log.debug("audit dropped", session_id=session_id, reason="session expired")
                 except StoreUnavailable as error:
-                    _log.warning("audit delayed", session_id=session_id, error=str(error))
+                    if not is_delayed:
+                        _log.warning("audit delayed", session_id=session_id, error=str(error))
+                    is_delayed = True
                     self._waiting.append((session_id, principal))
                     await asyncio.sleep(_LOOK_S)
                 except Exception as error:  # noqa: BLE001  # the next session is audited nevertheless

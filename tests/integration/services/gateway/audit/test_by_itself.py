@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import pytest
+from structlog.testing import capture_logs
 
 from galley.common.metrics import catalogue
 from galley.core.audit import AUDIT_PRIORITY
@@ -185,7 +186,7 @@ async def test_a_session_that_is_gone_is_dropped(
 async def test_an_audit_whose_turn_fails_is_made_later(
     world: World, records: AuditRecords, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin_turn, errors = AuditRecords.begin_turn, [StoreUnavailable("redis")]
+    begin_turn, errors = AuditRecords.begin_turn, [StoreUnavailable("redis") for _ in range(2)]
 
     async def failing(self: AuditRecords, address: str) -> int:
         if errors:
@@ -193,12 +194,14 @@ async def test_an_audit_whose_turn_fails_is_made_later(
         return await begin_turn(self, address)
 
     monkeypatch.setattr(AuditRecords, "begin_turn", failing)
-    it = await auditing(world)
-    await finish(it.gateway)
-    await audited(records, 1)
-    await done(it)
+    with capture_logs() as logged:
+        it = await auditing(world)
+        await finish(it.gateway)
+        await audited(records, 1)
+        await done(it)
     assert (await records.counts()).tokens == MAX_TOKENS
     assert not errors
+    assert [line["event"] for line in logged if line["log_level"] == "warning"] == ["audit delayed"]
 
 
 async def test_a_damaged_session_is_counted_and_the_next_one_audited(
