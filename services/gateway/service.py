@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from galley.common.background import Background
 from galley.common.config.settings import OFF
 from galley.common.fair_threads import FairThreads
 from galley.common.logs import get_logger
@@ -29,6 +28,7 @@ from galley.common.redis.connections import refuse_bad_files
 from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL, LeasePool, ReplicaRegistry
 from galley.common.registry.spool import LearningSpool
 from galley.common.registry.trials import DraftVersions
+from galley.common.repeated_work import RepeatedWork
 from galley.common.server.server import Parts, Prepared
 from galley.common.sockets import bind_socket, socket_address
 from galley.common.tls.channels import ChannelTls, open_channel
@@ -349,7 +349,7 @@ async def _follow_contention(shared: SharedStatistics, drafts: DraftPool, target
     async def read() -> None:
         shared.contention = contention(drafts.hosts(), targets.hosts())
 
-    reading = Background("reading of contention", read)
+    reading = RepeatedWork("reading of contention", read)
     await reading.run()
     await reading.repeat(_CONTENTION_S)
 

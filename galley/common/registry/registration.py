@@ -12,7 +12,6 @@ from typing import Annotated, Any, Generic, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
-from galley.common.background import Background
 from galley.common.config.settings import ServiceSettings
 from galley.common.cores import usable_cores
 from galley.common.logs import get_logger
@@ -27,6 +26,7 @@ from galley.common.registry.leases import (
     ReplicaRegistry,
     check_pool_name,
 )
+from galley.common.repeated_work import RepeatedWork
 from galley.common.server.server import Service
 from galley.common.sockets import host_and_port, joined
 from galley.core.errors import GalleyError
@@ -108,7 +108,7 @@ class Registration(Generic[LeaseT]):
         self._away = False
         self._replaced = False
         self._one_at_a_time = asyncio.Lock()
-        self._publication = Background("registration", self._publish)
+        self._publication = RepeatedWork("registration", self._publish)
         self._stopping = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._keep())
 

@@ -15,9 +15,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
-from galley.common.background import Background
 from galley.common.logs import get_logger
 from galley.common.registry.leases import LeasePool, LeaseT, ReplicaRegistry
+from galley.common.repeated_work import RepeatedWork
 from galley.core.errors import GalleyError, TokenizerMismatch, Unavailable
 from galley.core.names import MOVE_RESTARTED
 from galley.core.routing.choice import ReplicaLease
@@ -137,7 +137,7 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
         self._refusals: dict[str, GalleyError] = {}
         self._problem = ""
         self._read_error = ""
-        self._refresh = Background(f"refresh of the {role}s", self._try_to_refresh)
+        self._refresh = RepeatedWork(f"refresh of the {role}s", self._try_to_refresh)
         self._refreshing: asyncio.Task[None] | None = None
         self._polling: asyncio.Task[None] | None = None
 

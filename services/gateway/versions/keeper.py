@@ -14,8 +14,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
-from galley.common.background import Background
 from galley.common.logs import get_logger
+from galley.common.repeated_work import RepeatedWork
 from galley.core import names
 from galley.core.answer.answer import SessionSpec
 from galley.core.errors import GalleyError
@@ -88,7 +88,7 @@ class VersionKeeper:
     async def start(self) -> None:
         """Follow the store now, and then once a second."""
         await self.turn()
-        self._task = asyncio.create_task(Background("reading of draft versions", self.turn).repeat(READ_S))
+        self._task = asyncio.create_task(RepeatedWork("reading of draft versions", self.turn).repeat(READ_S))
 
     def version_of(self, spec: SessionSpec) -> str:
         """Return the version that a session is given; empty for one that is given none by name."""

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from galley.common.background import Background
+from galley.common.repeated_work import RepeatedWork
 from tests.fakes.waiting import PATIENCE_S
 
 FIRST, SECOND = ValueError("first"), ValueError("second")
@@ -34,7 +34,7 @@ async def test_the_work_goes_on_after_unexpected_errors(
         elif (error := left.pop(0)) is not None:
             raise error
 
-    task = asyncio.create_task(Background("reading", work).repeat(0.0))
+    task = asyncio.create_task(RepeatedWork("reading", work).repeat(0.0))
     async with asyncio.timeout(PATIENCE_S):
         await is_over.wait()
     task.cancel()

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import NoReturn
 
 
-class Background:
+class RepeatedWork:
     """Work that is done many times. `name` is its name in logs."""
 
     def __init__(self, name: str, work: Callable[[], Awaitable[object]]) -> None:
