@@ -41,6 +41,8 @@ _SPENT = re.compile(r'"lexer_cost": (\d+)')
 _TOO_FAR = 1 << 30
 _DETAILS = "\n<state>"
 _MOST_MESSAGE_CHARS = 300
+# Advice to set an option of llguidance, which no request can set.
+_ADVICE = re.compile(r"\. Enable '\w+' option.*", re.DOTALL)
 
 
 class Lexer:
@@ -192,7 +194,7 @@ def _compiled(vocabulary: Vocabulary, spec: GrammarSpec, native: str, limits: Gr
         ),
     )
     if matcher.is_error():
-        reason = _short(matcher.get_error())
+        reason = _short(_ADVICE.sub("", matcher.get_error()))
         place = place_of_message(json.loads(spec.text), reason) if spec.kind == "json_schema" else ""
         problem = f"must be a grammar that can be compiled, got: {reason}"
         raise InvalidGrammar(spec.kind, f"{place}: {problem}" if place else problem)

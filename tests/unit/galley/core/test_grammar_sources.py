@@ -452,6 +452,11 @@ def test_a_refusal_names_the_place_in_the_schema(schema: object, place: str) -> 
     assert str(refused.value).startswith(f"structured_output.json_schema: {place}: must ")
 
 
+def test_a_refusal_advises_no_option_that_a_request_cannot_set() -> None:
+    with pytest.raises(InvalidGrammar, match=r"got: oneOf constraints are not supported$"):
+        compile_grammar(VOCABULARY, GrammarSpec("json_schema", '{"oneOf": [{"minimum": 1}, {"maximum": 2}]}'))
+
+
 @pytest.mark.parametrize("schema", [{"anyOf": [{"not": {}}, {"not": {}}]}, {"not": {}, "if": {}}])
 def test_a_refusal_names_no_place_out_of_several(schema: object) -> None:
     with pytest.raises(InvalidGrammar, match=r"^structured_output.json_schema: must be .*not"):
