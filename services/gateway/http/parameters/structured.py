@@ -119,7 +119,7 @@ def _set_format(output: pb.StructuredOutput, form: ResponseFormat) -> str:
 def _set_outputs(output: pb.StructuredOutput, outputs: StructuredOutputs) -> str:
     name = "structured_outputs"
     for option, value in (outputs.model_extra or {}).items():
-        if option not in _WITHOUT_EFFECT and value not in (None, False):
+        if option not in _WITHOUT_EFFECT and value is not None and value is not False:
             raise Unimplemented(f"{name}.{option[:32]}")
     given = [field for field in type(outputs).model_fields if getattr(outputs, field) not in (None, False)]
     if len(given) != 1:

@@ -97,6 +97,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "is not supported",
     ),
     (
+        {"structured_outputs": {"regex": "a", "whitespace_flexible": 0}},
+        "structured_outputs.whitespace_flexible",
+        "is not supported",
+    ),
+    (
         {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
         "structured_outputs",
         "must be absent with response_format",
