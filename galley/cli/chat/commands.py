@@ -12,9 +12,13 @@ from typing import Any, cast
 from galley.cli.chat.conversation import Conversation, Totals
 from galley.client.options import GenerateOptions, Speculation
 from galley.common.models.sampling_defaults import RECOMMENDED_SAMPLING
+from galley.core.errors import InvalidField, check_range
+from galley.core.sampling_params import SamplingParams
+from galley.core.trees import MAX_WIDTH
 
 _PENALTIES = ("frequency_penalty", "presence_penalty")
-_NUMBERS = (*RECOMMENDED_SAMPLING, *_PENALTIES, "seed", "max_tokens", "min_tokens", "logprobs")
+_SAMPLING = (*RECOMMENDED_SAMPLING, *_PENALTIES, "seed")
+_NUMBERS = (*_SAMPLING, "max_tokens", "min_tokens", "logprobs")
 # Options whose zero is not their default.
 _ZERO_COUNTS = {*RECOMMENDED_SAMPLING, "seed", "logprobs"}
 _TEXTS = ("stop", "workload", "lora")
@@ -135,9 +139,16 @@ def _checked(name: str, value: object) -> Any:
     from galley.client.arguments import checked_options  # noqa: PLC0415  # only here
 
     try:
-        return checked_options({name: value})[name]
+        checked = checked_options({name: value})[name]
+        if name in _SAMPLING:
+            SamplingParams(**{name: checked}).validate(vocab_size=0)
+        if isinstance(checked, Speculation) and checked.width is not None:
+            check_range("speculation.width", checked.width, least=1, most=MAX_WIDTH)
+    except InvalidField as error:
+        raise BadCommand(f"{error.field.removeprefix('sampling.')}: {error.problem}") from None
     except (TypeError, ValueError) as error:
         raise BadCommand(str(error)) from None
+    return checked
 
 
 def _settings(chat: Chat) -> str:

@@ -86,6 +86,10 @@ def test_options_are_set_shown_and_set_back() -> None:
     [
         ("/set temperature hot", "temperature: must be a number, got 'hot'"),
         ("/set seed -1", "seed: must be in [0, 18446744073709551615], got -1"),
+        ("/set temperature -1", "temperature: must be >= 0, got -1"),
+        ("/set top_p nan", "top_p: must be finite and in (0, 1], got nan"),
+        ("/set presence_penalty 3", "presence_penalty: must be in [-2, 2], got 3"),
+        ("/set width 9", "speculation.width: must be in [1, 8], got 9"),
         ("/set k 1.5", "speculation.k: must be an integer, got 1.5"),
         ("/set speculation maybe", 'speculation: must be "auto", "off"'),
         ("/set origins perhaps", "origins: must be on or off, got perhaps"),
