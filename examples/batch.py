@@ -4,6 +4,7 @@ The answer to FILE is written to the directory OUT. A file whose answer is there
 started again. The bar needs rich: pip install 'galley[cli]'.
 """
 
+import argparse
 import asyncio
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from galley import AsyncClient, GalleyRpcError, ResourceExhaustedError, Result
 AT_ONCE = 16
 
 
-async def main(address: str, out: str, *files: str) -> int:
+async def main(address: str, out: str, files: list[str]) -> int:
     failed: list[str] = []
     places = asyncio.Semaphore(AT_ONCE)
     with Progress() as progress:
@@ -48,4 +49,8 @@ async def answer(client: AsyncClient, text: str) -> Result:
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main(*sys.argv[1:])))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("address", metavar="HOST:PORT")
+    parser.add_argument("out", metavar="OUT")
+    parser.add_argument("files", metavar="FILE", nargs="+")
+    sys.exit(asyncio.run(main(**vars(parser.parse_args()))))

@@ -1,11 +1,12 @@
 """Talk with the model, a line a turn, until the end of the input: python examples/chat.py [HOST:PORT]."""
 
+import argparse
 import sys
 
 from galley import Client, GalleyRpcError, Message
 
 
-def main(address: str = "127.0.0.1:50051") -> None:
+def main(address: str) -> None:
     history: list[Message] = []
     with Client(address) as client:
         for line in sys.stdin:
@@ -21,4 +22,6 @@ def main(address: str = "127.0.0.1:50051") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("address", metavar="HOST:PORT", nargs="?", default="127.0.0.1:50051")
+    main(**vars(parser.parse_args()))

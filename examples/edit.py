@@ -3,6 +3,7 @@
 The file is the prediction of the answer: most of its tokens are accepted many at a time.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -21,4 +22,8 @@ def main(address: str, file: str, instruction: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("address", metavar="HOST:PORT")
+    parser.add_argument("file", metavar="FILE")
+    parser.add_argument("instruction", metavar="INSTRUCTION")
+    main(**vars(parser.parse_args()))

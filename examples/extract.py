@@ -3,7 +3,7 @@
 The answer is JSON by the schema of the class. The program needs pydantic: pip install pydantic.
 """
 
-import sys
+import argparse
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -19,7 +19,7 @@ class Contact(BaseModel):
     email: str = Field(max_length=60)
 
 
-def main(address: str = "127.0.0.1:50051", text: str = TEXT) -> None:
+def main(address: str, text: str) -> None:
     prompt = f"Write the contact in this text as JSON, with name, company and email.\n\n{text}"
     with Client(address) as client:
         result = client.chat(prompt, schema=Contact, max_tokens=256, temperature=0.0)
@@ -31,4 +31,7 @@ def main(address: str = "127.0.0.1:50051", text: str = TEXT) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("address", metavar="HOST:PORT", nargs="?", default="127.0.0.1:50051")
+    parser.add_argument("text", metavar="TEXT", nargs="?", default=TEXT)
+    main(**vars(parser.parse_args()))

@@ -4,13 +4,13 @@ Parameters that only Galley has go into extra_body. The answer is requested agai
 changes its speed and no word of it. The program needs the client: pip install openai.
 """
 
-import sys
+import argparse
 from typing import Any
 
 from openai import OpenAI
 
 
-def main(url: str = "http://127.0.0.1:8000/v1", prompt: str = "Name three rivers.") -> None:
+def main(url: str, prompt: str) -> None:
     client = OpenAI(base_url=url, api_key="none")
     model = client.models.list().data[0].id
 
@@ -40,4 +40,7 @@ def main(url: str = "http://127.0.0.1:8000/v1", prompt: str = "Name three rivers
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url", metavar="URL", nargs="?", default="http://127.0.0.1:8000/v1")
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", default="Name three rivers.")
+    main(**vars(parser.parse_args()))

@@ -1,12 +1,12 @@
-"""Print a long answer that survives kill -9: python examples/resume.py [HOST:PORT[,HOST:PORT] [STATE]].
+"""Print a long answer that survives kill -9: python examples/resume.py [HOST:PORT,... [STATE]].
 
 The file STATE holds the text so far and the point after it. Kill the program and start it again: it prints
 the same answer, and requests only the rest of it. A killed gateway is a pause; name several, so that another
 one goes on.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 from galley import Client
@@ -14,7 +14,7 @@ from galley import Client
 PROMPT = "Once upon a time"
 
 
-def main(addresses: str = "127.0.0.1:50051", state: str = "answer.json") -> None:
+def main(addresses: str, state: str) -> None:
     file, text = Path(state), ""
     with Client(addresses) as client:
         if file.exists():
@@ -42,4 +42,7 @@ def save(file: Path, state: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("addresses", metavar="HOST:PORT,...", nargs="?", default="127.0.0.1:50051")
+    parser.add_argument("state", metavar="STATE", nargs="?", default="answer.json")
+    main(**vars(parser.parse_args()))

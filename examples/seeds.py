@@ -3,14 +3,14 @@
 A seed gives the same tokens again, with speculation and without. Another seed gives another answer.
 """
 
-import sys
+import argparse
 
 from galley import Client
 
 PROMPT = "Three names for a ship:"
 
 
-def main(address: str = "127.0.0.1:50051") -> None:
+def main(address: str) -> None:
     with Client(address) as client:
         first = client.generate(PROMPT, max_tokens=32, temperature=1.0)
         again = client.generate(PROMPT, max_tokens=32, temperature=1.0, seed=first.seed)
@@ -23,4 +23,6 @@ def main(address: str = "127.0.0.1:50051") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("address", metavar="HOST:PORT", nargs="?", default="127.0.0.1:50051")
+    main(**vars(parser.parse_args()))

@@ -63,6 +63,21 @@ def test_every_example_is_tested() -> None:
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == TESTED | TESTED_WITH_A_STACK
 
 
+@pytest.mark.parametrize("name", sorted(TESTED | TESTED_WITH_A_STACK))
+async def test_an_example_shows_its_arguments(name: str) -> None:
+    out, err = await output(await start(name, "--help"))
+    assert out.startswith(f"usage: {name}.py ")
+    assert err == ""
+
+
+@pytest.mark.parametrize("name", ["batch", "edit"])
+async def test_an_example_without_its_arguments_says_which_it_needs(name: str) -> None:
+    _, err = await output(await start(name), rc=2)
+    assert err.startswith(f"usage: {name}.py ")
+    assert "required: HOST:PORT, " in err
+    assert "Traceback" not in err
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md"])
 async def test_the_python_of_the_pages(world: World, page: str, tmp_path: Path) -> None:
     gateway = await world.gateway()
