@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from galley.cli.flags import check_plot, usage_of
+from galley.common.constraints import constraint_of
 from galley.common.printable import one_line
 from galley.core.cost.model import (
     Plan,
@@ -509,7 +510,7 @@ def _read_as(what: type[T], table: object, name: str) -> T:
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join((name, *(str(part) for part in problem["loc"])))
-        raise InvalidField(where, problem["msg"]) from error
+        raise InvalidField(where, constraint_of(problem)) from error
 
 
 def _capacity_as_dict(found: Capacity, case: _CapacityCase) -> dict[str, Any]:

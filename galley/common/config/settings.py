@@ -26,6 +26,7 @@ from pydantic_settings import (
 )
 
 from galley.common.config.file import kind_of, read_config
+from galley.common.constraints import constraint_of
 from galley.common.regular_file import read_regular
 
 S = TypeVar("S", bound=BaseSettings)
@@ -240,7 +241,7 @@ def _values_in(cls: type[BaseSettings], path: str) -> dict[str, Any]:
         try:
             TypeAdapter(kind).validate_python(value)
         except ValidationError as error:
-            problem = error.errors()[0]["msg"].removeprefix("Value error, ")
+            problem = constraint_of(error.errors()[0])
             raise ValueError(f"{file.place(table, key)}: {problem}") from None
     return {fields[key][0]: value for key, value in values.items()}
 
@@ -266,7 +267,7 @@ def _env_prefix(cls: type[BaseSettings]) -> str:
 
 def _describe(problem: ErrorDetails, env_prefix: str) -> str:
     name = ".".join(str(part) for part in problem["loc"])
-    message = problem["msg"].removeprefix("Value error, ")
+    message = constraint_of(problem)
     return f"{setting_label(name, env_prefix)}: {message}" if name else message
 
 

@@ -28,6 +28,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from galley.common.constraints import constraint_of
 from galley.common.tls.files import NamedFile
 from galley.core.admission.admission import ANONYMOUS_NAME, TOKEN_PREFIX, Principal, PrincipalLimits
 from galley.core.errors import Unauthenticated
@@ -105,7 +106,9 @@ def read_principals(file: NamedFile) -> Principals:
         parsed = _File.model_validate(tomllib.loads(content.decode()))
         _check(parsed)
     except ValidationError as error:
-        problems = "; ".join(f"{_place(problem['loc'])}: {problem['msg']}" for problem in error.errors())
+        problems = "; ".join(
+            f"{_place(problem['loc'])}: {constraint_of(problem)}" for problem in error.errors()
+        )
         raise file.bad(problems) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise file.bad(f"must be TOML in UTF-8: {error}") from None

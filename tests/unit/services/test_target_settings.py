@@ -15,7 +15,7 @@ def parse(*argv: str) -> TargetSettings:
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [
-        (["--engine=sglang"], "GALLEY_TARGET_ENGINE): Input should be 'paged' or 'vllm'"),
+        (["--engine=sglang"], "GALLEY_TARGET_ENGINE): must be 'paged' or 'vllm'"),
         (["--vllm-args={}"], "--vllm-args: must be empty with --engine paged"),
         (["--lora-adapters=sql=/a"], "--lora-adapters: must be empty with --engine paged, got sql=/a"),
         (["--engine=vllm", "--lora-adapters=sql"], "--lora-adapters: must be NAME=DIRECTORY, got 'sql'"),
@@ -34,8 +34,8 @@ def parse(*argv: str) -> TargetSettings:
         ),
         (["--engine=vllm", "--invariant"], "--invariant: must be false with --engine vllm"),
         (["--engine=vllm", "--max-itl-ms=50"], "--max-itl-ms: must be left out with --engine vllm, got 50"),
-        (["--threads=many"], "unable to parse string as an integer"),
-        (["--max-itl-ms=-1"], "Input should be greater than or equal to 0"),
+        (["--threads=many"], "GALLEY_TARGET_THREADS): must be an integer"),
+        (["--max-itl-ms=-1"], "must be at least 0, got -1"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(

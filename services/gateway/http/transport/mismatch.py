@@ -6,25 +6,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from galley.common.constraints import constraint_of
+
 # What pydantic puts into the place of a problem besides the names of parameters.
 _KINDS = re.compile(
     r"body|query|path|header|str|int|bool|(list|dict|literal|function-\w+)\[.*|(Flat)?NamedTool", re.DOTALL
 )
-# Its messages, as ours are written.
-_MUST = {
-    "missing": "must be given",
-    "string_type": "must be text",
-    "bool_type": "must be true or false",
-    "int_type": "must be an integer",
-    "float_type": "must be a number",
-    "list_type": "must be a list",
-    "dict_type": "must be a JSON object",
-    "model_type": "must be a JSON object",
-    "model_attributes_type": "must be a JSON object",
-}
-_SHOULD = re.compile("^(Input|Value|String|List|Dictionary) should ")
-_MOST_DIGITS = 20
-_MOST_BITS = 64
 
 Problem = dict[str, Any]
 
@@ -37,8 +24,8 @@ def first_mismatch(problems: Sequence[Problem]) -> tuple[str, str]:
     branches = _branches(problems)
     furthest = max(branches, key=_progress)
     place = _place(furthest)
-    musts = dict.fromkeys(_must(one) for one in branches if _place(one) == place)
-    first, *others = [_must(furthest)] if furthest["type"] == "too_long" else musts
+    musts = dict.fromkeys(constraint_of(one) for one in branches if _place(one) == place)
+    first, *others = [constraint_of(furthest)] if furthest["type"] == "too_long" else musts
     return _name(place), " or ".join([first, *(other.removeprefix("must be ") for other in others)])
 
 
@@ -67,30 +54,6 @@ def _name(place: Sequence[str | int]) -> str:
     return "".join(
         f"[{part}]" if isinstance(part, int) else f".{printable_name(part)}" for part in place
     ).lstrip(".")
-
-
-def _must(problem: Problem) -> str:
-    if (must := _MUST.get(problem["type"])) is not None:
-        return must
-    value, bound = problem["input"], problem.get("ctx", {})
-    match problem["type"]:
-        case "greater_than_equal":
-            return f"must be at least {bound['ge']}{_got(value)}"
-        case "less_than_equal":
-            return f"must be at most {bound['le']}{_got(value)}"
-        case "less_than":  # of integers
-            return f"must be at most {bound['lt'] - 1}{_got(value)}"
-        case "too_long":
-            return f"must have at most {bound['max_length']} entries, got {len(value)}"
-        case "string_too_long":
-            return f"must have at most {bound['max_length']} characters, got {len(value)}"
-    return _SHOULD.sub("must ", problem["msg"])
-
-
-def _got(value: int | str) -> str:
-    """Return the number that was given, a text if it was in the query; nothing if it is long."""
-    is_short = len(value) <= _MOST_DIGITS if isinstance(value, str) else value.bit_length() <= _MOST_BITS
-    return f", got {value}" if is_short else ""
 
 
 def printable_name(name: str) -> str:

@@ -91,8 +91,8 @@ async def test_it_describes_the_cores_that_it_computes_on(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "variables", "expected"),
     [
-        (["--max-batch", "0"], {}, "--max-batch (or GALLEY_DRAFT_MAX_BATCH): Input should be greater"),
-        ([], {"GALLEY_DRAFT_PORT": "99999"}, "--port (or GALLEY_DRAFT_PORT): Input should be less than"),
+        (["--max-batch", "0"], {}, "--max-batch (or GALLEY_DRAFT_MAX_BATCH): must be at least 1, got 0"),
+        ([], {"GALLEY_DRAFT_PORT": "99999"}, "GALLEY_DRAFT_PORT): must be at most 65535, got 99999"),
         (["--default-strategy", "model"], {}, "--default-strategy: must not be model without --model"),
         (
             ["--version", "a b"],
