@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -14,6 +15,7 @@ from galley.common.config.file import kind_of, read_config
 
 T = TypeVar("T")
 _OWN = frozenset({"config", "help"})
+_COMMAND: ContextVar[typer.Context | None] = ContextVar("galley.command", default=None)
 _PATH, _FILE, _TABLE = "galley.config.path", "galley.config.file", "galley.config.table"
 _HELP = (
     "TOML file with a table named as the command and a key for each flag (docs/configuration.md). Flags and "
@@ -30,6 +32,7 @@ def with_config_flag(command: Callable[..., T], table: str = "") -> Callable[...
     kinds = {name: kind_of(parameter.annotation) for name, parameter in own.items()}
 
     def read(context: typer.Context, path: Path | None) -> None:
+        _COMMAND.set(context)
         if chosen := path or context.meta.get(_PATH):
             context.meta[_TABLE] = table or context.info_name
             # `bench --quick` may have set some defaults before.
@@ -51,6 +54,11 @@ def with_config_flag(command: Callable[..., T], table: str = "") -> Callable[...
     )
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     return run
+
+
+def this_command() -> typer.Context | None:
+    """Return the context of the command that runs; None outside of one."""
+    return _COMMAND.get()
 
 
 def keep_config(context: typer.Context, path: Path | None) -> None:

@@ -17,9 +17,8 @@ from typing import Annotated, Any, ClassVar, TypeVar, cast
 import typer
 from rich.console import Console
 from rich.text import Text
-from typer._click.core import ParameterSource
-from typer._click.globals import get_current_context
 
+from galley.cli.config import this_command
 from galley.client.addresses import DEFAULT_PORT
 from galley.client.options import GenerateOptions, Retries, Speculation, Tls
 from galley.common.printable import one_line, printable
@@ -86,11 +85,11 @@ def fail_call(error: Exception) -> typer.Exit:
 
 def wrong_flag(problems: Iterable[tuple[str, str]]) -> typer.BadParameter | None:
     """Return the first (field, problem) as wrong usage of the flag of this command that set the field."""
-    context = get_current_context()
+    context = this_command()
+    if context is None:
+        return None
     given = {
-        parameter.name: parameter
-        for parameter in context.command.params
-        if context.get_parameter_source(parameter.name or "") not in {None, ParameterSource.DEFAULT}
+        parameter.name: parameter for parameter in context.command.params if _is_given(context, parameter)
     }
     for field, problem in problems:
         name = field.rpartition(".")[2].partition("[")[0]
@@ -99,6 +98,11 @@ def wrong_flag(problems: Iterable[tuple[str, str]]) -> typer.BadParameter | None
                 one_line(problem, len(problem)), ctx=context, param=cast("Any", given[name])
             )
     return None
+
+
+def _is_given(context: typer.Context, parameter: Any) -> bool:
+    source = context.get_parameter_source(parameter.name or "")
+    return source is not None and source.name != "DEFAULT"
 
 
 def require(extra: str) -> None:
