@@ -26,7 +26,9 @@ _AGREEING = (0, 1, 2, 3, 5, 9, 17)
 PRIOR = (0.8, 0.5, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97)
 STRENGTH = 10.0
 _COUNTED_SLICE, _SUMMED_SLICE = 2048, 16_384
-"""Tokens and token ids that are indexed in one step, in up to 1 ms."""
+"""Tokens and buckets that are indexed in one step, in up to 1 ms."""
+_BUCKETS = 8
+"""Most buckets for each token of a prediction: few tokens share one, and a short prediction has few."""
 
 
 def prediction_calibration() -> Calibration:
@@ -67,8 +69,8 @@ class PredictionLookup:
         self._calibration = calibration.child()
         self._place = _Place(0, 0, 0)
         self._recent: list[int] = []
-        # The positions of token t, in order, are _positions[_starts[t] : _starts[t + 1]]. A dict of lists
-        # takes twenty times the memory.
+        # Token t is in bucket b = t % (len(_starts) - 2), whose positions, in order, are
+        # _positions[_starts[b] : _starts[b + 1]]. A dict of lists takes twenty times the memory.
         self._starts = self._positions = array("i")
 
     @property
@@ -79,15 +81,17 @@ class PredictionLookup:
     def index(self) -> Iterator[None]:
         """Index the prediction; yield after each step of up to 1 ms. Without it, a difference does it all.
 
-        The positions are sorted by token, by counting.
+        The positions are sorted by bucket, by counting. Tokens have buckets of their own if these are no more
+        than there may be.
         """
-        # Token t is counted at t + 2. Then t + 1 has the start of t, which grows to its end while positions
+        buckets = max(1, min(_BUCKETS * len(self._tokens), max(self._tokens, default=0) + 1))
+        # Bucket b is counted at b + 2. Then b + 1 has the start of b, which grows to its end while positions
         # are filled in.
-        starts, positions = array("i", [0, 0]), array("i", bytes(4 * len(self._tokens)))
+        starts, positions = array("i", bytes(4 * (buckets + 2))), array("i", bytes(4 * len(self._tokens)))
+        yield
         for tokens in self._slices():
-            starts.frombytes(bytes(4 * max(0, max(tokens) + 3 - len(starts))))
             for token in tokens:
-                starts[token + 2] += 1
+                starts[token % buckets + 2] += 1
             yield
         for at in range(0, len(starts), _SUMMED_SLICE):
             before = starts[at - 1] if at else 0
@@ -98,8 +102,8 @@ class PredictionLookup:
         position = 0
         for tokens in self._slices():
             for token in tokens:
-                positions[starts[token + 1]] = position
-                starts[token + 1] += 1
+                positions[starts[token % buckets + 1]] = position
+                starts[token % buckets + 1] += 1
                 position += 1
             yield
         self._starts, self._positions = starts, positions
@@ -147,14 +151,14 @@ class PredictionLookup:
         if not self._starts:
             for _ in self.index():
                 pass
-        if token + 1 >= len(self._starts):
-            return None
-        positions, start, end = self._positions, self._starts[token], self._starts[token + 1]
+        bucket = token % (len(self._starts) - 2)
+        positions, start, end = self._positions, self._starts[bucket], self._starts[bucket + 1]
         middle = bisect_left(positions, near, start, end)
         best = max(
             (
                 (1 + self._agreeing(position, recent), position >= near, -abs(position - near), position + 1)
                 for position in positions[max(start, middle - _NEAREST) : min(end, middle + _NEAREST)]
+                if self._tokens[position] == token
             ),
             default=None,
         )

@@ -152,6 +152,20 @@ def test_the_index_of_a_prediction_takes_eight_bytes_a_token_and_four_an_id() ->
     assert held < 20_000 * (8 + 4)
 
 
+def test_a_short_prediction_of_a_large_vocabulary_is_indexed_in_few_steps_and_little_memory() -> None:
+    prediction = Random(1).sample(range(100_000, 150_000), 50)
+    here = lookup(prediction)
+    tracemalloc.start()
+    steps = sum(1 for _ in here.index())
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert steps <= 4
+    assert most < 16 * 1024
+    for at in range(49):
+        tokens, _ = here.find([0, prediction[at]], 1)
+        assert tokens == (prediction[at + 1],)
+
+
 def test_an_answer_that_repeats_itself_has_the_prediction_once() -> None:
     assert count_predicted([1, 2, 3], [1, 2, 3] * 4) == (3, 0)
     assert count_predicted([1, 2, 3, 4], [2, 3] * 4) == (1, 3), "a 2 is not predicted, but its 3 is"
