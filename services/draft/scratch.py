@@ -42,8 +42,10 @@ def _show(directory: Path) -> Path:
 def _remove_stale() -> None:
     directory, new_since_s = Path(tempfile.gettempdir()), time.time() - _LOCKED_AFTER_S
     for stale in (*directory.glob(f"{PREFIX}*"), *directory.glob(f".{PREFIX}*")):
-        with suppress(OSError), _locked(stale):
-            if not stale.name.startswith(".") or stale.stat().st_mtime < new_since_s:
+        with suppress(OSError):
+            if stale.name.startswith(".") and stale.stat().st_mtime >= new_since_s:
+                continue  # not locked even for a moment: its process is about to
+            with _locked(stale):
                 shutil.rmtree(stale, ignore_errors=True)
 
 
