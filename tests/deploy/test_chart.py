@@ -30,6 +30,11 @@ from tests.deploy.render import (
 )
 
 
+def test_a_container_of_podspec_may_have_another_memory_limit() -> None:
+    own = {"name": "target", "resources": {"limits": {"memory": "32Gi"}}}
+    render({"target": {"settings": {"kv_memory_mb": 8192}, "podSpec": {"containers": [own]}}})
+
+
 @pytest.fixture(scope="module")
 def manifests() -> list[Manifest]:
     return render()

@@ -134,7 +134,8 @@ of bounds.
 {{- $pool := int64 $target.settings.kv_memory_mb -}}
 {{- $ranks := div (int $target.tensorParallel) (int $target.nodes) -}}
 {{- $onCpu := not (or (int $target.gpus) $target.resourceClaims (hasPrefix "cuda" ($target.settings.device | default ""))) -}}
-{{- if and $onCpu $limit (ge (mul $pool $ranks 1048576) (include "galley.bytes" $limit | int64)) -}}
+{{- /* Containers of podSpec may have another limit. */ -}}
+{{- if and $onCpu $limit (not (dig "containers" "" ($target.podSpec | default dict))) (ge (mul $pool $ranks 1048576) (include "galley.bytes" $limit | int64)) -}}
 {{- fail (printf "target.settings.kv_memory_mb: must be less than target.resources.limits.memory (%v) for each of the %d ranks of a pod with target.gpus 0, got %d; lower it or raise the limit" $limit $ranks $pool) -}}
 {{- end -}}
 {{- if and (contains "/mig-" $target.gpuResource) (gt (int $target.tensorParallel) 1) -}}
