@@ -113,7 +113,7 @@ def _answer(state: Chat, connection: Connection, console: Console, text: str) ->
         state.conversation.unanswered = text
         if outcome.error is not None:
             usage = wrong_flag(getattr(outcome.error, "violations", ()))
-            if usage is not None and not state.conversation.turns:
+            if usage is not None and not state.conversation.turns and not state.has_set:
                 raise usage
             report_error(outcome.error, outcome.stream)
         return

@@ -39,6 +39,8 @@ class Chat:
     default_sampling: Callable[[], Mapping[str, float]]
     origins: bool = False
     stats: bool = False
+    has_set: bool = False
+    """True once an option was set, which may differ from its flag."""
     totals: Totals = field(default_factory=Totals)
     to_send: str = ""
     is_over: bool = False
@@ -98,6 +100,7 @@ def _set(chat: Chat, argument: str) -> str:
     else:
         known = ", ".join((*_NUMBERS, *_TEXTS, *_SPECULATION, "origins", "stats"))
         raise BadCommand(f"/set: must name one of {known}, got {name}")
+    chat.has_set = True
     return f"{name}: {value or 'default'}"
 
 
