@@ -25,6 +25,7 @@ from galley.common.server.requests import answer_of, failure_status, respond_all
 from galley.common.server.server import Parts, Service
 from galley.common.tracing.light_spans import SpanScope
 from galley.common.wire.codec import (
+    check_identity,
     check_lora,
     check_positions,
     check_token_ids,
@@ -198,6 +199,7 @@ class TargetService(rpc.TargetServicer):
         async with self._order.setdefault(session, asyncio.Lock()):
             if len(part.tokens) <= SLICE_TOKENS:
                 return read()
+            check_identity(part)
             check_positions(part, self._engine.info.context_window)
             async with self._reading:
                 key = (cache_salt(part.tenant_salt, item.lora), part.session_id)

@@ -75,7 +75,7 @@ def read_slice(
 
     `tokens` are those of the message, if they were read and checked before.
     """
-    _check_identity(message)
+    check_identity(message)
     check_positions(message, context_window)
     if tokens is None:
         tokens = list(message.tokens)
@@ -145,7 +145,8 @@ def check_lora(lora: str, offered: Sequence[str]) -> None:
         raise InvalidField("lora", f"{must}, got {lora[:_MOST_QUOTED]!r}")
 
 
-def _check_identity(message: pb.SessionSlice) -> None:
+def check_identity(message: pb.SessionSlice) -> None:
+    """Raise InvalidField unless the names of the session and the hash of its prefix are within bounds."""
     salt, session_id = message.tenant_salt, message.session_id
     if not 0 < len(session_id.encode()) <= MAX_SESSION_ID_BYTES:
         raise InvalidField(

@@ -156,6 +156,16 @@ async def test_a_long_prompt_that_is_given_up_while_it_is_read_is_never_computed
     assert [len(chunk.tokens) for plan in engine.passes for chunk in plan.chunks] == [3]
 
 
+async def test_a_long_prompt_with_too_long_a_salt_is_a_fault_of_its_caller() -> None:
+    engine = Priced(context_window=WIDE, kv_blocks=WIDE)
+    long = pb.VerifyItem(slice=READ_IN_SLICES, lora="an-adapter")
+    long.slice.tenant_salt = b"s" * 65
+    async with added(engine, TargetSettings(drain_timeout_s=5)) as target:
+        [answer] = await verify(target, long)
+    assert answer.status.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    assert answer.status.message.startswith("slice.tenant_salt: must have at most")
+
+
 @pytest.mark.parametrize(("max_itl_ms", "most"), [(200, 20), (0, len(LONG))])
 async def test_a_prompt_beside_a_stream_takes_no_longer_a_step_than_the_setting_allows(
     max_itl_ms: float, most: int
