@@ -68,6 +68,7 @@ class TargetSession:
         """True once the session has had a verdict here."""
         self._hashed: HashedTokens | None = None
         self._failed: set[str] = set()
+        self._refusals = 0
         self._served_by: Replica | None = None
         self._why_left = MOVE_LEFT
 
@@ -173,6 +174,7 @@ class TargetSession:
         self._fingerprint = verified.fingerprint
         self._held = None  # its KV is where the session is
         self._failed.clear()
+        self._refusals = 0
         self.timeout.record_in_time()
         if by is not None and by is not self._served_by and by != self._served_by:
             if self._served_by is not None:
@@ -180,20 +182,21 @@ class TargetSession:
             self._served_by = by
             self._why_left = MOVE_LEFT
 
-    def leave(self, target: TargetReplica, reason: str = MOVE_FAILED) -> None:
+    def leave(self, target: TargetReplica, reason: str = MOVE_FAILED, *, has_refused: bool = False) -> None:
         self._failed.add(target.address)
+        self._refusals += has_refused
         if self._at is target:
             self._at = None
             self._why_left = reason
 
     def may_repeat(self, failed: ev.Failed) -> bool:
-        """Return True if another replica may serve what one has failed, whose address is noted by `leave`.
+        """Return True if another replica may serve what one has failed, and has been left for.
 
         What a second one refuses for good, no other serves either; it would only read the prompt again.
         """
         if failed.refusal is not None:
             return False
-        return failed.retryable or len(self._failed) == 1
+        return failed.retryable or self._refusals <= 1
 
     def move_to(self, target: TargetReplica, reason: str) -> None:
         """Continue at a replica that serves the session already."""
@@ -442,7 +445,7 @@ class TargetRequest:
         if self._is_due:
             self._expect(target)
         elif isinstance(last, ev.Failed):
-            self._session.leave(target)
+            self._session.leave(target, has_refused=not last.retryable)
             can_move = self._session.may_repeat(last) and self._can_move_from(target)
             events[-1] = replace(last, elsewhere=can_move)
 

@@ -467,6 +467,22 @@ async def test_what_a_target_refuses_one_other_gets(here: Here, code: grpc.Statu
     assert sorted(here.request_counts()) == [0, 1, 1]
 
 
+@pytest.mark.parametrize("here", ["abc"], indirect=True)
+async def test_a_replica_that_failed_is_none_that_refused(here: Here) -> None:
+    target = TargetSession(here.targets)
+    codes = iter([grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL])
+    for code in codes:
+        for fake in here.fakes:
+            fake.item_failure = code
+        [failed] = await here.ask(target, confirmed(0))
+        assert isinstance(failed, ev.Failed)
+        assert failed.elsewhere
+    for fake in here.fakes:
+        fake.item_failure = None
+    await here.verified(target, confirmed(0))
+    assert sorted(here.request_counts()) == [1, 1, 1]
+
+
 async def test_a_restarted_replica_is_a_new_incarnation(here: Here) -> None:
     target = TargetSession(here.targets)
     home, other = here.fakes
