@@ -197,8 +197,11 @@ def test_one_picker_makes_one_pool() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"ingress": {"enabled": True}}, "/ingress/hosts"),
-        ({"ingress": {"enabled": True, "hosts": ["g"]}}, "/ingress/tls"),
+        ({"ingress": {"enabled": True}}, "ingress.hosts: must name at least one with ingress.enabled"),
+        (
+            {"ingress": {"enabled": True, "hosts": ["g"]}},
+            "ingress.tls: must name at least one with ingress.enabled",
+        ),
         ({"ingress": {**INGRESS, "hosts": ["G.example.com"]}}, "/ingress/hosts/0"),
         ({"ingress": {**INGRESS, "hosts": ["*.example.com", "a b"]}}, "/ingress/hosts/1"),
         ({"ingress": {**INGRESS, "hosts": ["g.example.com", "g.example.com"]}}, "/ingress/hosts"),
