@@ -89,7 +89,9 @@ def wrong_flag(problems: Iterable[tuple[str, str]]) -> typer.BadParameter | None
     if context is None:
         return None
     given = {
-        parameter.name: parameter for parameter in context.command.params if _is_given(context, parameter)
+        parameter.name: parameter
+        for parameter in context.command.params
+        if not is_default(context, parameter.name or "")
     }
     for field, problem in problems:
         name = field.rpartition(".")[2].partition("[")[0]
@@ -100,9 +102,10 @@ def wrong_flag(problems: Iterable[tuple[str, str]]) -> typer.BadParameter | None
     return None
 
 
-def _is_given(context: typer.Context, parameter: Any) -> bool:
-    source = context.get_parameter_source(parameter.name or "")
-    return source is not None and source.name != "DEFAULT"
+def is_default(context: typer.Context, name: str) -> bool:
+    """Return True if nobody set this flag or argument of a command."""
+    source = context.get_parameter_source(name)
+    return source is None or source.name == "DEFAULT"
 
 
 def require(extra: str) -> None:

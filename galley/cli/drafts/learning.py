@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from galley.cli.drafts.flags import channel_tls, peer_tls_options, store_options
-from galley.cli.flags import INTERRUPTED, StackName, fail, not_secret, with_flags_of
+from galley.cli.flags import INTERRUPTED, StackName, fail, is_default, not_secret, with_flags_of
 from galley.client.options import Tls
 from galley.core.versions.rule import DEFAULT_TRIAL_TOKENS
 from galley.core.versions.split import MAX_SHARE
@@ -152,7 +152,7 @@ def _options(learning: Learning, context: typer.Context, flags: dict[str, Any]) 
     from galley.distill.follow.options import FollowOptions  # noqa: PLC0415
     from galley.engine.load.resolve import resolve_model  # noqa: PLC0415
 
-    set_here = {name for name in flags if not _is_default(context, name)}
+    set_here = {name for name in flags if not is_default(context, name)}
     if unused := sorted(set_here - _OWN):
         hint = "--" + unused[0].replace("_", "-")
         raise typer.BadParameter("must not be set with --follow", param_hint=hint)
@@ -172,11 +172,6 @@ def _options(learning: Learning, context: typer.Context, flags: dict[str, Any]) 
     )
     options.check()
     return options
-
-
-def _is_default(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is None or source.name == "DEFAULT"
 
 
 async def _run(learning: Learning, options: FollowOptions, url: str, pool: str) -> Replayed | None:
