@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner, Result
 
 from galley.bench.workloads import FIXED_SETS
-from galley.cli.bench import bench
+from galley.cli.app import app
 from galley.client.errors import GalleyRpcError
 from galley.core.errors import InvalidField
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -20,9 +19,8 @@ SHORT = ["--workloads=chat", "--concurrency=1,2", "--prompts-per-workload=1", "-
 
 
 def run(*arguments: str) -> Result:
-    app = typer.Typer()
-    app.command()(bench)
-    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "160", "NO_COLOR": "1", "TERM": "dumb"})
+    terminal = {"COLUMNS": "160", "NO_COLOR": "1", "TERM": "dumb"}
+    return CliRunner().invoke(app, ["bench", *arguments], env=terminal)
 
 
 def requests_of(gateway: FakeGateway) -> list[pb.GenerateRequest]:
