@@ -121,6 +121,8 @@ bench-gpu: setup ## measure a step on a CUDA device, and how often a batch chang
 SCHEDULES ?= 200000
 SEED ?= 1
 WORKERS ?= 2
+# 1: add schedules to the record of an earlier `make simulate` until it has SCHEDULES.
+CONTINUE ?=
 # How long `make soak` keeps the load up.
 MINUTES ?= 30
 # The number of mutants that `make mutate` draws with SEED; 0: all. ONLY: the begin of their keys.
@@ -193,8 +195,8 @@ prove-images: setup ## build the images without a daemon, check their contents, 
 prove-scale: setup ## run 100,000 answers over 100 gateways, 20 drafts and 50 targets on virtual time; compare with galley plan
 	@$(BIN)/python -m tests.simulation.scale.run
 
-simulate: setup ## run 200,000 schedules of faults on virtual time (SCHEDULES, SEED, WORKERS)
-	@$(BIN)/python -m tests.simulation.run --schedules $(SCHEDULES) --seed $(SEED) --workers $(WORKERS)
+simulate: setup ## run 200,000 schedules of faults on virtual time (SCHEDULES, SEED, WORKERS, CONTINUE)
+	@$(BIN)/python -m tests.simulation.run --schedules $(SCHEDULES) --seed $(SEED) --workers $(WORKERS) $(if $(CONTINUE),--continue)
 
 chaos: setup $(if $(filter vllm,$(ENGINE)),venv-vllm) ## disturb processes, links and the store under 16 streams, with 700 kills and 300 cuts; no token may be lost or doubled (ENGINE)
 	@$(BIN)/python -m tests.chaos.run --engine "$(ENGINE)"

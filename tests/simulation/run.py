@@ -2,7 +2,8 @@
 
 Each seed is one schedule. The number of schedules, the first seed, the commit and the time are written to
 bench/results/simulation.json, with the seed at which each mutant (`mutants.py`) is detected. SIGINT (Ctrl-C)
-ends a run early: what was reported is recorded. A seed that fails is run again, shrunk and printed:
+ends a run early: what was reported is recorded. --continue goes on after the last seed of that record, if
+what is simulated has not changed since its commit. A seed that fails is run again, shrunk and printed:
 
     python -m tests.simulation.run --seed 4711 --schedules 1
 """
@@ -14,6 +15,7 @@ import gc
 import json
 import resource
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -21,7 +23,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from bench.harness import result_path, write_record
 from tests.simulation.mutants import MUTANTS
@@ -34,6 +37,8 @@ T = TypeVar("T")
 _CHUNK = 50
 _EXPLAINED = 3
 _TAIL = 60
+_ROOT = Path(__file__).parents[2]
+_SIMULATED = ("galley", "services", "tests/simulation", "tests/fakes")
 MOST_MUTANT_SEEDS = 2000
 """Every mutant must be detected within this many seeds."""
 
@@ -70,7 +75,10 @@ def main() -> int:
     """Return the exit status: 0 if no rule was violated, else 1."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell runs this in the background
     options = _options()
-    seeds = range(options.seed, options.seed + options.schedules)
+    path = result_path("simulation")
+    before = unfinished(path) if options.more else None
+    first, done = (before["last_seed"] + 1, before["schedules"]) if before else (options.seed, 0)
+    seeds = range(first, first + options.schedules - done)
     began_s, cpu_before_s = time.monotonic(), _workers_cpu_s()
     parts = list(_progress(seeds, options.workers, began_s))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # what follows takes a minute or two
@@ -81,15 +89,16 @@ def main() -> int:
     violations = [violation for part in parts for violation in part.violations]
     for seed, _ in violations[:_EXPLAINED]:
         explain(seed)
-    report = _report(seeds, parts, violations, seconds, cpu_s)
-    if not options.dry:
-        report["mutants"] = _detected(options.workers)
+    report = report_of(seeds, parts, violations, seconds, cpu_s)
     _print(json.dumps({name: report[name] for name in ("schedules", "seconds", "per_cpu_minute")}))
+    if before:
+        report = continued(before, report)
+    elif not options.dry:
+        report["mutants"] = _detected(options.workers)
     if not options.dry:
-        path = result_path("simulation")
         write_record(path, report)
         _print(f"written to {path}")
-    return 1 if violations else 0
+    return 1 if report["violations"] else 0
 
 
 def _options() -> argparse.Namespace:
@@ -98,7 +107,46 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of the first (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--dry", action="store_true", help="write no result")
+    parser.add_argument(
+        "--continue",
+        dest="more",
+        action="store_true",
+        help="add to the record until it has so many schedules; --seed is not read",
+    )
     return parser.parse_args()
+
+
+def unfinished(path: Path) -> dict[str, Any]:
+    """Return the record that a run is to continue. Raises SystemExit if other code made it."""
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    commit = str(record["commit"])
+    same = subprocess.run(("git", "diff", "--quiet", commit, "--", *_SIMULATED), cwd=_ROOT, check=False)
+    if same.returncode != 0:
+        changed = ", ".join(_SIMULATED)
+        raise SystemExit(f"{path.name} is of commit {commit}; {changed} are not as they were then")
+    return record
+
+
+def continued(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Return the report of both runs together, with the commit and the mutants of the first."""
+    cpu_minutes = sum(part["schedules"] / part["per_cpu_minute"] for part in (before, after))
+    met = Counter(before["met"])
+    met.update(after["met"])
+    added = {
+        name: round(before[name] + after[name], 1)
+        for name in ("schedules", "seconds", "virtual_hours", "events")
+    }
+    return {
+        "commit": before["commit"],
+        "runs": before.get("runs", 1) + 1,
+        **added,
+        "first_seed": before["first_seed"],
+        "last_seed": after["last_seed"],
+        "per_cpu_minute": round(added["schedules"] / cpu_minutes),
+        "met": dict(met.most_common()),
+        "violations": before["violations"] + after["violations"],
+        "mutants": before["mutants"],
+    }
 
 
 def _workers_cpu_s() -> float:
@@ -208,9 +256,10 @@ def _print(text: str) -> None:
     sys.stdout.flush()
 
 
-def _report(
+def report_of(
     seeds: range, parts: list[Part], violations: list[tuple[int, str]], seconds: float, cpu_s: float
-) -> dict[str, object]:
+) -> dict[str, Any]:
+    """Return what a run found. `seconds` passed, and its processes used `cpu_s`."""
     met: Counter[str] = Counter()
     for part in parts:
         met.update(part.met)

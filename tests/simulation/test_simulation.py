@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.simulation.mutants import MUTANTS, Mutant
-from tests.simulation.run import detect, part_of, play, shrink
+from tests.simulation.run import continued, detect, part_of, play, report_of, shrink, unfinished
 from tests.simulation.schedule import Schedule
 from tests.simulation.schedules.audits import AUDITS
 from tests.simulation.schedules.seeds import schedule_of
@@ -222,6 +224,22 @@ def test_parts_add_up() -> None:
     part = part_of(outcomes)
     assert part.schedules == 3
     assert part.events == sum(outcome.events for outcome in outcomes)
+
+
+def test_a_continued_run_adds_to_its_record() -> None:
+    first, second = play(range(2)), play(range(2, 3))
+    record = {**report_of(range(2), [first], [], 10.0, 20.0), "commit": "0" * 12, "mutants": {"a": None}}
+    both = continued(record, report_of(range(2, 3), [second], [(2, "broken")], 5.0, 10.0))
+    whole = report_of(range(3), [first, second], [(2, "broken")], 15.0, 30.0)
+    assert both == {**whole, "commit": "0" * 12, "runs": 2, "mutants": {"a": None}}
+
+
+@pytest.mark.parametrize("commit", ["unknown", "0123456789ab-dirty"])
+def test_no_record_of_other_code_is_continued(commit: str, tmp_path: Path) -> None:
+    record = tmp_path / "simulation.json"
+    record.write_text(json.dumps({"commit": commit}), encoding="utf-8")
+    with pytest.raises(SystemExit, match=f"of commit {commit}"):
+        unfinished(record)
 
 
 def test_the_loop_takes_no_time() -> None:
