@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from galley.common.config.settings import ServerLimits
 from galley.common.server.server import start_server
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.attack.floods import CLIENT_HELLO, KEY, connections_until, idle_connections, idle_streams
 from tests.attack.stack import MIB, Attacked, hello, undisturbed, unharmed
 from tests.fakes import echo_service as service
@@ -26,14 +29,16 @@ from tests.fakes.http2 import (
     settings,
     wire,
 )
-from tests.fakes.tls_servers import tls_settings
+from tests.fakes.tls_servers import open_to, request, tls_settings
 from tests.fakes.waiting import PATIENCE_S
 
 GENERATE = "/galley.v1.Generation/Generate"
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain text", "TLS"])
-async def test_connection_without_handshake_is_closed_in_time(tls: bool, tmp_path: Path) -> None:
+async def test_connection_without_handshake_is_closed_in_time_and_blocks_no_other(
+    tls: bool, tmp_path: Path
+) -> None:
     authority = Authority(tmp_path, "authority")
     files = mounted(tmp_path / "files", authority.ca, authority.issue("server"))
     given = service.settings(**(tls_settings(files, mutual=True) if tls else {}))
@@ -47,13 +52,31 @@ async def test_connection_without_handshake_is_closed_in_time(tls: bool, tmp_pat
             dripping = [asyncio.create_task(_drip(attacker, handshake)) for attacker in wires[:10]]
             for size, attacker in enumerate(wires[10:]):
                 await attacker.send(handshake[: 3 * size])
-            async with asyncio.timeout(PATIENCE_S):
-                await asyncio.gather(*(attacker.ends() for attacker in wires))
+            ended = asyncio.gather(*(attacker.ends() for attacker in wires))
+            async with asyncio.timeout(PATIENCE_S), open_to(running, files if tls else None) as channel:
+                await _call_until(ended, rpc.DraftStub(channel))
             for task in dripping:
                 task.cancel()
             await asyncio.gather(*dripping, return_exceptions=True)
     finally:
         await running.stop()
+
+
+async def _call_until(ended: asyncio.Future[Any], stub: rpc.DraftAsyncStub) -> None:
+    """Make calls, and use one stream, until the connections of the attackers have ended."""
+    stream = stub.ProposeStream()
+    while True:
+        has_ended = ended.done()
+        assert len((await stub.Propose(request())).answers) == 1
+        await stream.write(pb.ProposeStreamRequest(items=request().items))
+        response = await stream.read()
+        assert isinstance(response, pb.ProposeStreamResponse)
+        assert len(response.answers) == 1
+        if has_ended:
+            break
+        await asyncio.wait([ended], timeout=0.02)
+    await ended
+    await stream.done_writing()
 
 
 async def _drip(attacker: Wire, data: bytes) -> None:

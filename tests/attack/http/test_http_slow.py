@@ -23,19 +23,16 @@ async def test_unread_streams_end_and_block_no_other(stack: Attacked) -> None:
         assert await stack.after_sessions(1) <= 1, "but for the bystander's"
 
 
-async def test_unread_responses_are_cut_off(stack: Attacked) -> None:
-    before = await stack.connected()
-    async with AsyncExitStack() as opened:
+async def test_unread_responses_are_cut_off_and_block_no_other(stack: Attacked) -> None:
+    """The attackers close nothing before the gateway has."""
+    async with AsyncExitStack() as opened, unharmed(stack, HTTP):
         await raw.unread_responses(stack.http, opened, 20)
-        await stack.settled(before)
 
 
-async def test_responses_that_are_read_but_for_their_end_are_cut_off(stack: Attacked) -> None:
+async def test_responses_read_but_for_their_end_are_cut_off_and_block_no_other(stack: Attacked) -> None:
     """Leave from 8 to 256 KiB: some of them fit into the buffers of both kernels, but for a few KiB."""
-    before = await stack.connected()
-    async with AsyncExitStack() as opened:
+    async with AsyncExitStack() as opened, unharmed(stack, HTTP):
         await asyncio.gather(*(raw.nearly_read(stack.http, opened, left << 13) for left in range(1, 33)))
-        await stack.settled(before)
 
 
 async def test_idle_connections_take_bounded_memory_and_block_no_other(stack: Attacked) -> None:
