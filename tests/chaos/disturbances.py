@@ -122,7 +122,7 @@ class Disturbance:
 
 
 def _give_up_s(where: Where) -> float:
-    return _KEEPALIVE_S if CLIENT in where else LONGEST_GIVE_UP_S
+    return LONGEST_GIVE_UP_S if STORE in where else _KEEPALIVE_S
 
 
 def killed(part: str) -> Disturbance:
