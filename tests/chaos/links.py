@@ -56,6 +56,10 @@ class Links:
         relays = (self._relays[to], self._http[to]) if source == CLIENT else (self._to_store[source],)
         return tuple(int(relay.address.rpartition(":")[2]) for relay in relays)
 
+    def store_url(self, part: str) -> str:
+        """Return the URL at which a part reaches the store."""
+        return f"redis://{self._to_store[part].address}"
+
     async def __aenter__(self) -> Self:
         for gateway in GATEWAYS:
             self._relays[gateway] = await self._relay(gateway, self[CLIENT, gateway])
@@ -115,7 +119,7 @@ class Links:
     def _behind(self, spec: PartSpec) -> PartSpec:
         def command(facts: Facts) -> list[str]:
             words = list(spec.command(facts))
-            words[words.index("--redis-url") + 1] = f"redis://{self._to_store[spec.name].address}"
+            words[words.index("--redis-url") + 1] = self.store_url(spec.name)
             if spec.name in REPLICAS:
                 words += ["--advertise", self._relays[spec.name].address]
             return words

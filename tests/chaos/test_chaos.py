@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,12 +13,14 @@ from typing import Any, cast
 import grpc
 import pytest
 import pytest_asyncio
+from redis.asyncio import Redis
 
 from galley.client.client import AsyncClient
 from galley.client.errors import ResourceExhaustedError
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.chaos.disturbances import (
     ALL,
+    CLOCK,
     CUT,
     CUT_REQUESTS,
     CUT_RESPONSES,
@@ -110,6 +113,18 @@ async def test_two_cuts_at_once_that_outlast_every_give_up_cost_no_token(under: 
 @pytest.mark.parametrize("what", [TRUNCATE, FLIP])
 async def test_a_damaged_file_of_the_store_makes_no_token_wrong(under: Trial, what: str) -> None:
     await under.disturb(Disturbance(("valkey",), what, amount=0.3))
+
+
+@on_one_loop
+@pytest.mark.parametrize("ahead_s", [-60.0, 60.0])
+async def test_a_step_of_the_stores_clock_costs_no_token(under: Trial, ahead_s: float) -> None:
+    if not under.links.clock.can_step:
+        pytest.skip("libfaketime is not installed")
+    async with Redis.from_url(under.links.store_url("gateway")) as store, asyncio.TaskGroup() as tasks:
+        tasks.create_task(under.disturb(Disturbance(("valkey",), CLOCK, 4.0, ahead_s)))
+        async with asyncio.timeout(20):
+            while abs((await store.time())[0] - time.time() - ahead_s) > 10:  # noqa: ASYNC110  # no event tells
+                await asyncio.sleep(0.1)
 
 
 @on_one_loop
