@@ -131,7 +131,9 @@ def _metric(reading: Reading, began_ns: int, now_ns: int) -> sdk.Metric:
     ]
     is_counter = metric.kind is Kind.COUNTER
     total = sdk.Sum(numbers, _CUMULATIVE, is_monotonic=True) if is_counter else sdk.Gauge(numbers)
-    return sdk.Metric(metric.name, metric.description, metric.unit, total)
+    # A translator to Prometheus adds _total to sums, and nothing to gauges.
+    name = f"{metric.name}.info" if metric.kind is Kind.INFO else metric.name
+    return sdk.Metric(name, metric.description, metric.unit, total)
 
 
 def _histogram(

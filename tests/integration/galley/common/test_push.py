@@ -74,6 +74,7 @@ async def test_the_last_numbers_are_sent_at_the_end(collector: Collector) -> Non
         "miss": 0,
     }
     assert metrics["galley.sessions.open"].gauge.data_points[0].as_int == 7
+    assert metrics["galley.build.info"].gauge.data_points[0].as_int == 1, "galley_build_info in Prometheus"
     round_duration = metrics["galley.round.duration"]
     assert round_duration.unit == "s"
     [point] = round_duration.histogram.data_points
