@@ -15,11 +15,13 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+from galley.common.logs import get_logger
 from galley.core.errors import OutOfMemory
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_LOG = get_logger(__name__)
 _PR_SET_PDEATHSIG = 1
 _ALLOCATION = re.compile("out of memory|allocate memory", re.IGNORECASE)
 # Some microseconds; as fast as a long spin if the cores are free.
@@ -102,12 +104,13 @@ async def in_passing_thread(function: Callable[P, R], *args: P.args, **kwargs: P
 
 
 class Readiness:
-    """Reports of the start, as JSON lines on the file descriptor `fd`; none if it is None."""
+    """Reports of the start: in the log, and as JSON lines on the file descriptor `fd` unless it is None."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
 
     def stage(self, stage: str, **facts: object) -> None:
+        _LOG.info("start", stage=stage, **facts)
         self._write({"stage": stage, **facts})
 
     def ready(self, address: str, **facts: object) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 
 import pytest
+from structlog.testing import capture_logs
 
 from galley.common.config.settings import parse_settings
 from galley.common.server.process import Readiness, hand_back_free_memory, in_passing_thread
@@ -114,10 +115,12 @@ def test_without_a_call_for_it_nothing_is_handed_back(monkeypatch: pytest.Monkey
     hand_back_free_memory()
 
 
-def test_readiness_is_reported_in_json_lines() -> None:
+def test_readiness_is_reported_in_json_lines_and_logged() -> None:
     read, write = os.pipe()
     readiness = Readiness(write)
-    readiness.stage("loading model", detail="tiny")
+    with capture_logs() as logged:
+        readiness.stage("loading model", detail="tiny")
+    assert logged == [{"event": "start", "log_level": "info", "stage": "loading model", "detail": "tiny"}]
     readiness.ready("127.0.0.1:1", sessions=3)
     readiness.stage("too late")
     with os.fdopen(read) as lines:
