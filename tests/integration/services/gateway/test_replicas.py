@@ -9,10 +9,15 @@ from typing import Any
 import grpc
 import pytest
 
+from galley.common.metrics.catalogue import REPLICAS
+from galley.common.metrics.labels import GATEWAY
+from galley.common.metrics.registry import Registry
+from galley.common.server.server import Parts
 from galley.core.errors import TargetUnavailable, TokenizerMismatch
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.replicas.membership import POLL_S
 from tests.fakes.fleet import Fleet
+from tests.fakes.readings import number
 from tests.fakes.redis_servers import Server
 from tests.fakes.replicas import FakeTarget
 from tests.fakes.world import PROMPT_TOKENS, Gateway, Received, World, must_be_true, receive, refused
@@ -128,6 +133,16 @@ async def test_a_replica_of_another_tokenizer_is_refused_alone(world: World) -> 
         must_be_true(await receive(gateway.generate()))
         assert right.fake.calls
         assert not wrong.fake.calls
+
+
+async def test_a_refused_replica_is_counted_as_down(world: World) -> None:
+    async with Fleet(world) as fleet:
+        fleet.members[0].fake.tokenizer_hash = "another"
+        await fleet.register()
+        registry = Registry(GATEWAY)
+        await world.gateway_of(Parts(metrics=registry), target="")
+        assert number(registry, REPLICAS, "target", "up") == 1
+        assert number(registry, REPLICAS, "target", "down") == 1
 
 
 @pytest.mark.parametrize("reported", [True, False], ids=["told", "registered"])
