@@ -38,7 +38,7 @@ REQUEST_DURATION = _gateway_histogram(
 TIME_TO_FIRST_TOKEN = _gateway_histogram(
     "gen_ai.server.time_to_first_token",
     "s",
-    "Time from the call to the first token sent, for new sessions.",
+    "Time from the call to the first token sent, or to a deadline that passed before, for new sessions.",
     _GEN_AI,
     buckets=of.FIRST_TOKEN_S,
     exemplars=True,
@@ -46,7 +46,8 @@ TIME_TO_FIRST_TOKEN = _gateway_histogram(
 TIME_PER_OUTPUT_TOKEN = _gateway_histogram(
     "gen_ai.server.time_per_output_token",
     "s",
-    "Mean time per output token after the first, for finished streams, without client stalls.",
+    "Mean time per output token after the first, without client stalls, for streams that finished or whose "
+    "deadline passed.",
     _GEN_AI,
     buckets=of.TOKEN_S,
     exemplars=True,

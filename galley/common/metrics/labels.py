@@ -30,6 +30,7 @@ SERVICES = (GATEWAY, DRAFT, TARGET)
 NO_WORKLOAD = "none"
 NO_VERSION = "none"
 OK = "ok"
+DEADLINE_EXCEEDED = "deadline_exceeded"
 NO_FAULT, CALLER_FAULT, SERVER_FAULT = "none", "caller", "server"
 
 WORKLOAD = Label("workload", f"`workload` of the request; `{NO_WORKLOAD}` if it has none", most=32)
@@ -141,7 +142,7 @@ ENDS: tuple[tuple[str, str], ...] = (
     (OK, NO_FAULT),
     ("cancelled", CALLER_FAULT),
     ("invalid_argument", CALLER_FAULT),
-    ("deadline_exceeded", CALLER_FAULT),
+    (DEADLINE_EXCEEDED, CALLER_FAULT),
     ("not_found", CALLER_FAULT),
     ("already_exists", CALLER_FAULT),
     ("failed_precondition", CALLER_FAULT),

@@ -15,7 +15,7 @@ from structlog.contextvars import bind_contextvars
 
 from galley.common.logs import get_logger, level_of
 from galley.common.metrics import catalogue
-from galley.common.metrics.labels import CALLER_FAULT, ENDS, NO_FAULT, OK, SERVER_FAULT
+from galley.common.metrics.labels import CALLER_FAULT, DEADLINE_EXCEEDED, ENDS, NO_FAULT, OK, SERVER_FAULT
 from galley.common.metrics.metric import OTHER
 from galley.common.metrics.registry import Registry, span_ref
 from galley.common.wire.status import code_of, error_type, message_of
@@ -152,7 +152,11 @@ class Call:
         metrics.streams.at(outcome, fault).value += 1
         if self._model is None:
             metrics.resumes.at(outcome).value += 1
-        if outcome == OK and self._is_new and self._later_tokens:
+        if not self._is_new or outcome not in {OK, DEADLINE_EXCEEDED}:
+            return
+        if not self._first_ns and outcome == DEADLINE_EXCEEDED:
+            metrics.first_tokens.at(*labels, served).observe(duration_ns / SECOND, span)
+        if self._later_tokens:
             later_ns = max(0, self._last_ns - self._first_ns - self.stalled_ns)
             cell = metrics.later_tokens.at(*labels, served)
             cell.observe(later_ns / self._later_tokens / SECOND, span)

@@ -199,6 +199,20 @@ async def test_caller_faults_are_counted_as_such(world: World) -> None:
     assert count(it.registry, catalogue.REQUEST_DURATION, *wrong) == 1
 
 
+async def test_tokens_that_a_deadline_cut_off_count_as_late(world: World) -> None:
+    it = await counted(world)
+    world.target.gate.close()
+    await refused(receive(it.gateway.generate(timeout_s=0.3)))
+    await it.gateway.idle()
+    first = histogram(it.registry, catalogue.TIME_TO_FIRST_TOKEN, *CALL)
+    assert (sum(first.counts), first.total >= 0.3) == (1, True)
+    world.target.gate.close_after(2)
+    await refused(receive(it.gateway.generate(timeout_s=0.5)))
+    await it.gateway.idle()
+    assert count(it.registry, catalogue.TIME_TO_FIRST_TOKEN, *CALL) == 2
+    assert count(it.registry, catalogue.TIME_PER_OUTPUT_TOKEN, *CALL) == 1
+
+
 async def test_overload_and_drain_are_server_faults(world: World) -> None:
     it = await counted(world, max_sessions=1)
     world.target.gate.close()
