@@ -198,6 +198,7 @@ def test_two_releases_in_one_namespace_do_not_mix(tmp_path: Path) -> None:
     given = [
         series("galley_replicas", "blue", "0x40", **up),
         series("galley_replicas", "green", "2x40", **up),
+        series("galley_rounds_total", "green", "0+600x40"),
         *(series("galley_sessions_open", release, "9x40") for release in ("blue", "green")),
         *(
             series("galley_build_info", release, "1x40", service=service)

@@ -97,8 +97,8 @@ def _unknown_matchers(metric: Metric, matchers: str) -> Iterator[str]:
     labels = {label.prometheus: label for label in metric.labels}
     for name, operator, value in _MATCHER.findall(matchers):
         if name in EVERYWHERE:
-            if name == "le" and float(value) not in metric.buckets:
-                yield f"{metric.name} le={value}"
+            bounds = value.replace("[.]", ".").split("|") if name == "le" else ()
+            yield from (f"{metric.name} le={bound}" for bound in bounds if float(bound) not in metric.buckets)
         elif name not in labels:
             yield f"{metric.name} {name}"
         elif "~" not in operator and labels[name].values and value not in labels[name].values:

@@ -14,9 +14,13 @@ values, into deploy/prometheus/galley.rules.yaml.
 {{- printf "namespace=%q, %s=%q" .Release.Namespace (include "galley.releaseLabel" .) .Release.Name -}}
 {{- end -}}
 
-{{/* The label `le` of a bucket, as Prometheus shows it: 1.0, 0.25. */}}
+{{/* Matcher of a bucket by its bound. A scraped bound of one second is 1.0, a pushed one may be 1. */}}
 {{- define "galley.bucket" -}}
-{{- ternary (printf "%.1f" (float64 .)) (toString .) (eq (float64 .) (floor .)) -}}
+{{- if eq (float64 .) (floor .) -}}
+le=~"{{ int . }}|{{ int . }}[.]0"
+{{- else -}}
+le="{{ . }}"
+{{- end -}}
 {{- end -}}
 
 {{/* What every alert ends with: (list $ <values of the alert, with severity and for>). */}}
@@ -62,8 +66,8 @@ Burn rates of the error budgets and their alerts, as in Google's SRE workbook, c
 {{- range $window := uniq $windows }}
 - record: {{ $each.record }}
   expr: |
-    {{- if $each.le }}
-    (1 - sum by ({{ $by }}) (rate({{ $metric }}_bucket{le="{{ $each.le }}", {{ $in }}}[{{ $window }}]))
+    {{- if $each.bucket }}
+    (1 - sum by ({{ $by }}) (rate({{ $metric }}_bucket{ {{- $each.bucket }}, {{ $in }}}[{{ $window }}]))
       / sum by ({{ $by }}) (rate({{ $metric }}_count{ {{- $in -}} }[{{ $window }}]))) / {{ $each.budget }}
     {{- else }}
     sum by ({{ $by }}) (rate({{ $metric }}{fault="server", {{ $in }}}[{{ $window }}]))
@@ -77,6 +81,14 @@ Burn rates of the error budgets and their alerts, as in Google's SRE workbook, c
   expr: |
     {{ $each.record }}{window="{{ $burn.window }}", {{ $in }}} > {{ $burn.rate }}
       and ignoring (window) {{ $each.record }}{window="{{ $burn.shortWindow }}", {{ $in }}} > {{ $burn.rate }}
+      and ignoring (window)
+    {{- if $each.bucket }}
+        sum by ({{ $by }}) (increase({{ $metric }}_count{ {{- $in -}} }[{{ $burn.window }}]))
+          - sum by ({{ $by }}) (increase({{ $metric }}_bucket{ {{- $each.bucket }}, {{ $in }}}[{{ $burn.window }}]))
+    {{- else }}
+        sum by ({{ $by }}) (increase({{ $metric }}{fault="server", {{ $in }}}[{{ $burn.window }}]))
+    {{- end }}
+        >= {{ $burn.minEvents }}
   {{- include "galley.alertFields" (list $ (dict "severity" $severity "for" $burn.for)) | nindent 2 }}
   annotations:
     summary: {{ $each.what }} use the error budget too fast
@@ -95,21 +107,21 @@ Burn rates of the error budgets and their alerts, as in Google's SRE workbook, c
 - alert: GalleyTtftBudgetBurn
   record: galley:ttft:burn_rate
   metric: gen_ai_server_time_to_first_token_seconds
-  le: {{ include "galley.bucket" $first.seconds | quote }}
+  bucket: {{ include "galley.bucket" $first.seconds | quote }}
   budget: {{ $first.budget }}
   what: Late first tokens
   goal: {{ mulf $first.budget 100 }} % of first tokens later than {{ $first.seconds }} s
 - alert: GalleyTimePerTokenBudgetBurn
   record: galley:time_per_token:burn_rate
   metric: gen_ai_server_time_per_output_token_seconds
-  le: {{ include "galley.bucket" $token.seconds | quote }}
+  bucket: {{ include "galley.bucket" $token.seconds | quote }}
   budget: {{ $token.budget }}
   what: Slow streams
   goal: {{ mulf $token.budget 100 }} % of streams slower than {{ $token.seconds }} s a token
 - alert: GalleyErrorBudgetBurn
   record: galley:errors:burn_rate
   metric: galley_streams_total
-  le: ""
+  bucket: ""
   budget: {{ .errors.budget }}
   what: Server errors
   goal: {{ mulf .errors.budget 100 }} % of calls with a server error
@@ -163,11 +175,16 @@ Burn rates of the error budgets and their alerts, as in Google's SRE workbook, c
 - alert: GalleyTargetPoolDown
   expr: |
     max by ({{ $by }}) (galley_replicas{pool="target", state="up", {{ $in }}}) == 0
+      or (
+        sum by ({{ $by }}) (galley_sessions_open{ {{- $in -}} }) > 0
+          unless sum by ({{ $by }}) (rate(galley_rounds_total{ {{- $in -}} }[2m])) > 0
+      )
   {{- include "galley.alertFields" (list $ .) | nindent 2 }}
   annotations:
-    summary: No target replica is available
+    summary: No target replica is available, or none decodes
     description: >-
-      No gateway has had an available target replica for {{ .for }}. Streams pause, then end with UNAVAILABLE.
+      For {{ .for }} no gateway has had an available target replica, or streams were open and no round ended. Streams pause, then
+      end with UNAVAILABLE.
     {{ include "galley.runbook" (list $ "GalleyTargetPoolDown") }}
 {{- end }}
 {{- end }}
@@ -178,6 +195,7 @@ Burn rates of the error budgets and their alerts, as in Google's SRE workbook, c
     max by ({{ $by }}) (galley_replicas{pool="draft", state="up", {{ $in }}}) == 0
       or (
         min by ({{ $by }}) (galley_breaker_state{pool="draft", {{ $in }}}) > 0
+          and min by ({{ $by }}) (max_over_time(galley_breaker_state{pool="draft", {{ $in }}}[5m])) > 1
           and sum by ({{ $by }}) (rate(galley_rounds_total{ {{- $in -}} }[2m])) > 0
       )
   {{- include "galley.alertFields" (list $ .) | nindent 2 }}
