@@ -34,7 +34,8 @@ class TokenBytes:
 
 
 def _has_byte_level(fast: FastTokenizer) -> bool:
-    decoder = json.loads(fast.to_str()).get("decoder") or {}
+    # `fast.to_str()` writes the vocabulary, too: 0.1 s in which streams would wait.
+    decoder = json.loads(fast.decoder.__getstate__()) if fast.decoder else {}
     return any(part.get("type") == "ByteLevel" for part in (decoder, *decoder.get("decoders", ())))
 
 

@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 import time
+import tracemalloc
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,39 @@ def test_unfinished_utf8_reads_as_a_replacement(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == "👍"
     assert tokenizer.decode(ids[:2]) == "\ufffd"
     assert tokenizer.decode([]) == ""
+
+
+BYTE_FALLBACK = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+
+
+@pytest.mark.parametrize(
+    ("decoder", "expected"),
+    [
+        (None, [b"a", b" b", "Ġ".encode(), b"\xf0", b"<end>", b""]),
+        (BYTE_FALLBACK, [b"a", b" b", "Ġ".encode(), b"\xf0", b"<end>", b""]),
+        (decoders.ByteLevel(), [b"a", "▁b".encode(), b" ", b"<0xF0>", b"<end>", b""]),
+        (decoders.Sequence([decoders.ByteLevel()]), [b"a", "▁b".encode(), b" ", b"<0xF0>", b"<end>", b""]),
+    ],
+    ids=["none", "byte fallback", "byte level", "byte level in a sequence"],
+)
+def test_bytes_of_tokens_are_those_of_the_decoder(
+    tmp_path: Path, decoder: Any, expected: list[bytes]
+) -> None:
+    """They are first wanted while streams run: making the lookup must not write out the whole vocabulary."""
+    texts = ["a", "▁b", "Ġ", "<0xF0>", *(f"word{at}" for at in range(20_000))]
+    fast = FastTokenizer(models.BPE(vocab={text: token for token, text in enumerate(texts)}, merges=[]))
+    fast.decoder = decoder
+    fast.add_special_tokens(["<end>"])
+    fast.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(str(tmp_path))
+    tracemalloc.start()
+    try:
+        token_bytes = tokenizer.token_bytes
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [token_bytes(token) for token in (0, 1, 2, 3, len(texts), len(texts) + 1)] == expected
+    assert most < 100_000, "bytes"
 
 
 def test_a_control_token_of_the_config_alone_is_known_too(tmp_path: Path) -> None:
