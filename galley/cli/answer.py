@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 import typer
 from google.protobuf.json_format import MessageToJson
+from rich.cells import cell_len
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
@@ -27,6 +28,8 @@ from galley.common.printable import one_line, printable
 from galley.pb.galley.v1 import galley_pb2 as pb
 
 DRAFT_COLOUR = "green"
+_LONGEST_TOKEN = 40
+"""Characters of a token in a table."""
 # Statuses after which the session cannot be resumed, so that no command for it is printed.
 _FINAL = frozenset(
     {
@@ -40,6 +43,10 @@ _FINAL = frozenset(
 )
 # A hostile gateway's session id could hold a flag or a command of the shell.
 _SAFE_ARGUMENT = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,255}")
+
+
+_Row: TypeAlias = tuple[str, str, str, str]
+"""Index, token, log-probability, likeliest tokens."""
 
 
 class JsonView:
@@ -61,14 +68,14 @@ class TextView:
 
     With `origins`, tokens that the draft proposed are green, on a terminal without colours underlined, and
     elsewhere in brackets. With `logprobs`, a line for each token follows the text: its log-probability and
-    the likeliest tokens.
+    the likeliest tokens. Tokens are quoted texts, or ids where the gateway sends no text.
     """
 
     def __init__(self, console: Console, *, origins: bool = False, logprobs: bool = False) -> None:
         self._console = console
         self._origins = origins
         self._logprobs = logprobs
-        self._lines: list[str] = []
+        self._rows: list[_Row] = []
         self._bracket_is_open = False
         self._last = "\n"
 
@@ -79,15 +86,16 @@ class TextView:
             self._bracket(is_open=from_draft)
             self._write(text, from_draft=from_draft)
         for at, (token_id, entry) in enumerate(zip(chunk.token_ids, chunk.logprobs, strict=False)):
-            top = ", ".join(f"{one.token_id} {one.logprob:.3f}" for one in entry.top)
-            self._lines.append(f"{chunk.index + at:>6} {token_id:>8} {entry.logprob:>9.3f}  {top}".rstrip())
+            top = [f"{_label(one.token_id, one.token_bytes)} {one.logprob:.3f}" for one in entry.top]
+            token = _label(token_id, entry.token_bytes)
+            self._rows.append((str(chunk.index + at), token, f"{entry.logprob:.3f}", ", ".join(top)))
 
     def close(self) -> None:
         self._bracket(is_open=False)
         if self._last != "\n":
             self._write("\n")
-        if self._logprobs and self._lines:
-            self._write("\n".join(("\n index    token   logprob  likeliest tokens", *self._lines, "")))
+        if self._logprobs and self._rows:
+            self._write("\n" + _table([("index", "token", "logprob", "likeliest tokens"), *self._rows]))
 
     def _bracket(self, *, is_open: bool) -> None:
         if self._origins and not self._console.is_terminal and is_open != self._bracket_is_open:
@@ -121,6 +129,29 @@ class Watcher(Protocol):
     def show(self, event: pb.StreamEvent) -> None: ...
 
     def close(self) -> None: ...
+
+
+def _table(rows: Sequence[_Row]) -> str:
+    width = max(8, *(cell_len(token) for _, token, *_ in rows))
+    lines = (
+        f"{index:>6} {' ' * (width - cell_len(token))}{token} {logprob:>9}  {top}".rstrip() + "\n"
+        for index, token, logprob, top in rows
+    )
+    return "".join(lines)
+
+
+def _label(token_id: int, data: bytes) -> str:
+    """Return a token's text as a literal of Python, cut to one short line; its id if it has no text.
+
+    A literal has escapes for all characters that are not printable. Parts of characters are a `b''` literal.
+    """
+    if not data:
+        return str(token_id)
+    try:
+        literal = repr(data.decode())
+    except UnicodeDecodeError:
+        literal = repr(data)
+    return one_line(literal, _LONGEST_TOKEN)
 
 
 def view_of(*, as_json: bool, origins: bool, logprobs: bool = False) -> View:

@@ -363,7 +363,7 @@ def answer_options(  # noqa: PLR0913  # one parameter a flag
         int | None,
         _sampling(
             min=0,
-            help="Print each token's log-probability and those of this many likeliest tokens. Default: off.",
+            help="Print each token with its log-probability, and this many likeliest tokens. Default: off.",
         ),
     ] = None,
     k: Annotated[

@@ -83,10 +83,16 @@ class SpeculationUsage:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Logprob of an output token; `top` maps the likeliest tokens to theirs, the likeliest first."""
+    """Logprob of an output token; `top` maps the likeliest tokens to theirs, the likeliest first.
+
+    `token_bytes` is the token's text in UTF-8, which may begin or end inside a character; `top_bytes` maps
+    the tokens of `top` to theirs. A text is empty if the id has none, or the gateway is too old to send it.
+    """
 
     logprob: float
     top: dict[int, float]
+    token_bytes: bytes = b""
+    top_bytes: dict[int, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,4 +213,9 @@ def speculation_usage(stats: pb.SpeculationStats) -> SpeculationUsage:
 
 
 def _logprobs(entry: pb.PositionLogprobs) -> TokenLogprobs:
-    return TokenLogprobs(entry.logprob, {top.token_id: top.logprob for top in entry.top})
+    return TokenLogprobs(
+        entry.logprob,
+        {top.token_id: top.logprob for top in entry.top},
+        entry.token_bytes,
+        {top.token_id: top.token_bytes for top in entry.top},
+    )

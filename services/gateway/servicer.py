@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from galley.common.models.token_bytes import TokenBytes
 from galley.common.wire.codec import logprobs_message
 from galley.core.answer.answer import Chunk, Ending, NumericsChanged, Reason
 from galley.core.audit import AuditReport, Verdict
@@ -90,10 +91,11 @@ class GenerationServicer(rpc.GenerationServicer):
         return model.describe()
 
     async def _events(self, answer: AnswerStream, kind: type[_ResponseT]) -> AsyncGenerator[_ResponseT, None]:
-        yield kind(event=_started(answer.session, self.generation.model.name_of(answer.session.spec)))
+        model = self.generation.model
+        yield kind(event=_started(answer.session, model.name_of(answer.session.spec)))
         async for item in answer:
             response = kind()
-            _fill(response.event, item)
+            _fill(response.event, item, model.tokenizer.token_bytes)
             yield response
         if answer.ending is None:
             raise Broken("a stream ended without a reason")
@@ -133,7 +135,7 @@ def _started(session: Session, model: str) -> pb.StreamEvent:
     )
 
 
-def _fill(event: pb.StreamEvent, item: Chunk | NumericsChanged) -> None:
+def _fill(event: pb.StreamEvent, item: Chunk | NumericsChanged, token_bytes: TokenBytes) -> None:
     """Set the fields in place: that takes a third of the time of making the messages one by one."""
     if isinstance(item, NumericsChanged):
         change = event.numerics_changed
@@ -145,6 +147,10 @@ def _fill(event: pb.StreamEvent, item: Chunk | NumericsChanged) -> None:
     chunk.from_draft.extend(item.from_draft)
     if item.logprobs:
         chunk.logprobs.extend([logprobs_message(entry) for entry in item.logprobs])
+        for token, entry in zip(item.tokens, chunk.logprobs, strict=True):
+            entry.token_bytes = token_bytes(token)
+            for top in entry.top:
+                top.token_bytes = token_bytes(top.token_id)
     if item.text_ends:
         chunk.text_ends.extend(item.text_ends)
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 
 import grpc
 
@@ -23,6 +24,8 @@ class FakeChunk:
     text: str
     from_draft: bool = False
     logprobs: tuple[float, ...] = ()
+    token_bytes: tuple[bytes, ...] = ()
+    """Of the tokens with logprobs. Empty: as a gateway that does not send them."""
 
 
 SCRIPT = (FakeChunk((11,), "Hello"), FakeChunk((12, 13), ", wor", from_draft=True), FakeChunk((14,), "ld!\n"))
@@ -126,9 +129,13 @@ class FakeGateway(rpc.GenerationServicer):
                         from_draft=[chunk.from_draft] * size,
                         logprobs=[
                             pb.PositionLogprobs(
-                                logprob=logprob, top=[pb.TokenLogprob(token_id=token_id, logprob=logprob)]
+                                logprob=logprob,
+                                top=[pb.TokenLogprob(token_id=token_id, logprob=logprob, token_bytes=data)],
+                                token_bytes=data,
                             )
-                            for token_id, logprob in zip(token_ids, chunk.logprobs, strict=False)
+                            for token_id, logprob, data in zip(
+                                token_ids, chunk.logprobs, chain(chunk.token_bytes, repeat(b"")), strict=False
+                            )
                         ],
                     )
                 )

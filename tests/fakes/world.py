@@ -43,6 +43,8 @@ class Received:
     texts: list[str] = field(default_factory=list)
     from_draft: list[bool] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
+    token_bytes: list[tuple[bytes, ...]] = field(default_factory=list)
+    """Of each entry of `logprobs`: of the chosen token, then of the likeliest ones."""
     changes: list[tuple[int, str]] = field(default_factory=list)
     started: pb.Started | None = None
     finished: pb.Finished | None = None
@@ -71,6 +73,9 @@ class Received:
                 self.logprobs += [
                     PositionLogprobs(entry.logprob, tuple((top.token_id, top.logprob) for top in entry.top))
                     for entry in chunk.logprobs
+                ]
+                self.token_bytes += [
+                    (entry.token_bytes, *(top.token_bytes for top in entry.top)) for entry in chunk.logprobs
                 ]
             case "numerics_changed":
                 self.changes.append((event.numerics_changed.index, event.numerics_changed.fingerprint))

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import typer.main
 from rich import markup
+from rich.cells import cell_len
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
@@ -561,7 +562,36 @@ def test_output_ends_with_a_newline_before_the_summary() -> None:
     assert result.output.splitlines()[-1].startswith("session ")
 
 
-def test_logprobs_are_printed_after_the_text() -> None:
+@pytest.mark.parametrize("command", [("generate", "x"), ("chat",)], ids=" ".join)
+def test_logprobs_are_printed_after_the_text(command: tuple[str, ...]) -> None:
+    texts = (" Hello", "'11'", "\n\t", "\x1b[2J", "\u202e", "日本語の文字", "x" * 60)
+    data = (*(text.encode() for text in texts), "é".encode()[:1], b"")
+    chunk = FakeChunk(tuple(range(9)), "Hello", logprobs=(-0.25,) * 9, token_bytes=data)
+    printed = ask(FakeGateway(script=(chunk,)), *command, "--logprobs=1", stdin="x\n").stdout
+    shown = [
+        "' Hello'",
+        "\"'11'\"",
+        r"'\n\t'",
+        r"'\x1b[2J'",
+        r"'\u202e'",
+        "'日本語の文字'",
+        f"'{'x' * 38}…",
+        r"b'\xc3'",
+        "8",
+    ]
+    width = 40
+    assert printed.splitlines()[:12] == [
+        "Hello",
+        "",
+        f" index {'token':>{width}}   logprob  likeliest tokens",
+        *(
+            f"{index:>6} {' ' * (width - cell_len(token))}{token}    -0.250  {token} -0.250"
+            for index, token in enumerate(shown)
+        ),
+    ]
+
+
+def test_logprobs_of_a_gateway_that_sends_no_texts_have_ids() -> None:
     gateway = FakeGateway(script=(FakeChunk((11,), "Hello", logprobs=(-0.25,)),))
     assert ask(gateway, "generate", "x", "--logprobs=1").stdout.splitlines() == [
         "Hello",

@@ -38,7 +38,10 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def hostile_gateway(*, breaks: bool) -> FakeGateway:
     pieces = ("first\x1b", f"]0;title\x07 {HOSTILE}", "")
-    script = tuple(FakeChunk((at,), piece, from_draft=at == 1) for at, piece in enumerate(pieces))
+    script = tuple(
+        FakeChunk((at,), piece, from_draft=at == 1, logprobs=(-1.0,), token_bytes=(piece.encode(),))
+        for at, piece in enumerate(pieces)
+    )
     error = Unavailable(f"draining\n{HOSTILE}") if breaks else None
     return FakeGateway(script, error, fail_at=2, session_id=f"id {HOSTILE}", stop=HOSTILE)
 
@@ -90,6 +93,15 @@ def test_a_pipe_gets_the_text_unchanged_where_draft_tokens_are_marked() -> None:
     with serving(hostile_gateway(breaks=False)) as address:
         output = piped(address, "generate", "x", "--origins").stdout
     assert output == f"first\x1b[]0;title\x07 {HOSTILE}]\n"
+
+
+def test_a_pipe_gets_no_control_character_in_the_table_of_logprobs() -> None:
+    with serving(hostile_gateway(breaks=False)) as address:
+        output = piped(address, "generate", "x", "--logprobs=1").stdout
+    text, table = output.split("\n\n")
+    assert text == f"first\x1b]0;title\x07 {HOSTILE}"
+    assert r"'first\x1b'" in table
+    assert all(line.isprintable() for line in table.split("\n"))
 
 
 def test_json_escapes_every_control_character() -> None:

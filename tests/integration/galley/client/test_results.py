@@ -92,10 +92,20 @@ def test_a_result_holds_the_whole_answer(call: Call, method: str, given: Any) ->
 
 @both
 def test_a_result_has_logprobs_if_the_request_asks_for_them(call: Call) -> None:
-    gateway = FakeGateway(script=(FakeChunk((7, 8), "ab", logprobs=(-0.5, -1.0)),))
-    with serving(gateway) as address:
+    chunk = FakeChunk((7, 8), "aé", logprobs=(-0.5, -1.0), token_bytes=(b"a", b"\xc3"))
+    with serving(FakeGateway(script=(chunk,))) as address:
         result = call(address, "generate", "x", logprobs=1)
-    assert result.logprobs == [TokenLogprobs(-0.5, {7: -0.5}), TokenLogprobs(-1.0, {8: -1.0})]
+    assert result.logprobs == [
+        TokenLogprobs(-0.5, {7: -0.5}, b"a", {7: b"a"}),
+        TokenLogprobs(-1.0, {8: -1.0}, b"\xc3", {8: b"\xc3"}),
+    ]
+
+
+@both
+def test_logprobs_of_a_gateway_that_sends_no_texts_have_empty_ones(call: Call) -> None:
+    with serving(FakeGateway(script=(FakeChunk((7,), "a", logprobs=(-0.5,)),))) as address:
+        result = call(address, "generate", "x", logprobs=1)
+    assert result.logprobs == [TokenLogprobs(-0.5, {7: -0.5}, b"", {7: b""})]
 
 
 @both

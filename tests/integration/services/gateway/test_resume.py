@@ -24,6 +24,7 @@ def summary(received: Received) -> tuple[object, ...]:
         received.tokens,
         received.text,
         received.logprobs,
+        received.token_bytes,
         received.end.reason,
         received.end.WhichOneof("matched_stop"),
         received.end.stop,

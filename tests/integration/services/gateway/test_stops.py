@@ -118,6 +118,22 @@ async def test_logprobs_are_those_of_the_target(gateway: Gateway, top: int | Non
     )
 
 
+async def test_logprobs_have_the_bytes_of_their_tokens(gateway: Gateway) -> None:
+    received = await receive(gateway.generate(logprobs=20, seed=seed_with_end(3, 30)))
+    control = {END: b"<|end|>", USER: b"<|user|>", ASSISTANT: b"<|assistant|>"}
+    listed = [
+        [token, *(other for other, _ in entry.top)]
+        for token, entry in zip(received.tokens, received.logprobs, strict=True)
+    ]
+    assert received.token_bytes == [
+        tuple(bytes([token]) if token < END else control.get(token, b"") for token in tokens)
+        for tokens in listed
+    ]
+    flat = {token for tokens in listed for token in tokens}
+    assert {END, USER, ASSISTANT, ASSISTANT + 1} <= flat, "control tokens, and ids that have no token"
+    assert flat & set(range(0x80, 0x100)), "parts of characters"
+
+
 async def test_a_chat_goes_through_the_models_template(gateway: Gateway) -> None:
     stream = gateway.client.stream([Message("user", "hé")], max_tokens=8, seed=SEED, ignore_eos=True)
     received = await receive(stream)

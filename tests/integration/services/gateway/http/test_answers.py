@@ -70,6 +70,15 @@ async def test_tokens_are_those_of_grpc(gateway: Gateway, client: HttpClient) ->
     assert await asyncio.gather(*map(beside_others, range(len(MIXED)))) == expected
 
 
+async def test_bytes_of_logprobs_are_those_of_grpc(gateway: Gateway, client: HttpClient) -> None:
+    received = await receive(gateway.generate((Message("user", PROMPT),), logprobs=20))
+    [choice] = (await client.chat(logprobs=True, top_logprobs=20))["choices"]
+    assert received.token_bytes == [
+        tuple(bytes(one["bytes"]) for one in (entry, *entry["top_logprobs"]))
+        for entry in choice["logprobs"]["content"]
+    ]
+
+
 async def test_chat_answer_is_openais(gateway: Gateway, client: HttpClient) -> None:
     body = await client.chat()
     truth = await receive(gateway.generate((Message("user", PROMPT),)))
