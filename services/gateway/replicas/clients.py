@@ -19,10 +19,11 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 import grpc
 from google.protobuf.message import Message
 
+from galley.common.logs import get_logger
 from galley.common.shared_work import SharedWork
 from galley.common.tls.channels import generation_of
 from galley.common.wire.fields import varint
-from galley.core.errors import GalleyError, Unavailable
+from galley.core.errors import Broken, GalleyError, Unavailable
 from galley.core.features import FeatureForm
 from galley.core.session.events import Replica
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -50,6 +51,8 @@ InfoT = TypeVar("InfoT")
 FaultIn: TypeAlias = Callable[[InfoT], GalleyError | None]
 """Returns why the replica of a description is refused, or None."""
 
+_log = get_logger(__name__)
+
 
 class OpenCall(Protocol):
     def __call__(self) -> grpc.aio.StreamStreamCall[bytes, Any]: ...
@@ -70,7 +73,7 @@ class Receiver(Protocol[ReceivedT_contra]):
         """Take the next responses, all that have arrived by now."""
 
     def fail(self, error: Exception) -> None:
-        """Take the error that ends the request: AioRpcError or Unavailable."""
+        """Take the error that ends the request: AioRpcError, Unavailable, or Broken if the gateway failed."""
 
 
 class OpenRequest(Generic[ResponseT]):
@@ -220,7 +223,7 @@ class RequestStream(Generic[RequestT, ResponseT]):
     async def send(self, request: RequestT) -> ResponseT:
         """Send `request` and return its only response; cancel the request if this call is cancelled.
 
-        Raise AioRpcError or Unavailable.
+        Raise AioRpcError, Unavailable, or Broken if the gateway failed.
         """
         only: OnlyResponse[ResponseT] = OnlyResponse()
         opened = self.open(request, only)
@@ -309,6 +312,11 @@ class _Connection(Generic[RequestT, ResponseT]):
                     return
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
                 self._call.cancel()  # if it has not ended already; the reader learns the reason
+                return
+            except Exception as error:  # noqa: BLE001  # the requests must not wait for ever
+                _log.error("stream to a replica failed", exc_info=error)
+                self._break(Broken(f"a stream to a replica raised {type(error).__name__}"))
+                self._call.cancel()
                 return
 
     def _next_message(self) -> bytes:

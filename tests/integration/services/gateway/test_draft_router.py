@@ -19,6 +19,7 @@ from galley.core.session import events as ev
 from galley.core.store import CacheLocation
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import SECOND, MonotonicClock
+from services.gateway.replicas import clients
 from services.gateway.replicas.draft_session import DraftSession
 from services.gateway.replicas.drafts import DraftPool
 from services.gateway.replicas.membership import POLL_S, RegisteredAddresses, StaticAddresses
@@ -160,6 +161,21 @@ async def test_a_draft_that_thaws_is_used_again(here: Here) -> None:
     only.fake.freeze()
     assert isinstance(await here.ask(session), ev.Failed)
     only.fake.thaw()
+    await here.proposed(session)
+
+
+async def test_an_error_in_a_connection_fails_the_proposal(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> bytes:
+        raise KeyError
+
+    session = DraftSession(here.drafts)
+    with monkeypatch.context() as patched, capture_logs():
+        patched.setattr(clients, "varint", fail)
+        failed = await here.ask(session)
+    assert isinstance(failed, ev.Failed)
+    assert failed.message != TIMED_OUT
     await here.proposed(session)
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from galley.common.tls.channels import open_channel
-from galley.core.errors import Unavailable
+from galley.core.errors import Broken, Unavailable
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.gateway.replicas.clients import MAX_MESSAGE_BYTES, RequestStream, stream_of
@@ -30,6 +31,14 @@ class Pool(rpc.TargetServicer):
         self.end = asyncio.Event()
         self.ended = asyncio.Event()
         self.generation = 0
+        self.fault: Exception | None = None
+        """The error of what builds the next message."""
+
+    def message(self, cancelled: list[pb.ItemRef], extensions: list[pb.Extension]) -> pb.VerifyStreamRequest:
+        if self.fault is not None:
+            fault, self.fault = self.fault, None
+            raise fault
+        return pb.VerifyStreamRequest(cancelled=cancelled, extensions=extensions)
 
     async def VerifyStream(
         self,
@@ -71,7 +80,7 @@ async def stream(pool: Pool) -> AsyncIterator[Stream]:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         stream: Stream = RequestStream(
             stream_of(channel, "/galley.v1.Target/VerifyStream", pb.VerifyStreamResponse),
-            lambda given_up, extensions: pb.VerifyStreamRequest(cancelled=given_up, extensions=extensions),
+            pool.message,
             lambda answer: answer.result.more,
             lambda: pool.generation,
         )
@@ -147,6 +156,20 @@ async def test_a_closed_stream_fails_its_requests_and_reopens(pool: Pool, stream
     pool.end.set()
     with pytest.raises((Unavailable, grpc.aio.AioRpcError)):
         await stream.send(item("s"))
+    assert (await stream.send(item("s"))).session_id == "s"
+    assert pool.opened == 2
+
+
+async def test_a_message_that_cannot_be_built_fails_the_open_requests(pool: Pool, stream: Stream) -> None:
+    pool.hold = True
+    sent = Responses(stream, item("sent"))
+    await pool.arrived.get()
+    pool.hold, pool.fault = False, KeyError("no such field")
+    with capture_logs() as logs:
+        failed = await asyncio.gather(stream.send(item("s")), sent.next(), return_exceptions=True)
+    assert [type(error) for error in failed] == [Broken, Broken]
+    assert [(line["log_level"], line["event"]) for line in logs] == [("error", "stream to a replica failed")]
+    assert stream.is_broken
     assert (await stream.send(item("s"))).session_id == "s"
     assert pool.opened == 2
 
