@@ -104,6 +104,8 @@ class Registration(Generic[LeaseT]):
         self._pool = pool
         self._lease = lease
         self._every_s = every_s
+        self._latest: LeaseT | None = None
+        """The lease that was published last, perhaps in vain."""
         self._draining = False
         self._away = False
         self._replaced = False
@@ -121,11 +123,11 @@ class Registration(Generic[LeaseT]):
         if not self._stopping.done():
             self._stopping.set_result(None)
         await self._task  # not cancelled: its last publication must not come after the withdrawal
-        lease = self._lease()
-        try:
-            await self._registry.withdraw(self._pool, lease.address, lease.incarnation)
-        except GalleyError as error:
-            _LOG.warning("lease not withdrawn; it will expire", error=str(error))
+        if self._latest is not None:
+            try:
+                await self._registry.withdraw(self._pool, self._latest.address, self._latest.incarnation)
+            except GalleyError as error:
+                _LOG.warning("lease not withdrawn; it will expire", error=str(error))
         await self._registry.close()
 
     async def _keep(self) -> None:
@@ -137,7 +139,7 @@ class Registration(Generic[LeaseT]):
         async with self._one_at_a_time:
             if self._replaced:
                 return
-            lease = self._lease()
+            lease = self._latest = self._lease()
             if self._draining:
                 lease = replace(lease, draining=True)
             try:

@@ -285,6 +285,25 @@ async def test_a_replica_registers_again_after_an_unexpected_error(own_server: S
     await registry.close()
 
 
+async def test_a_replica_withdraws_its_lease_if_its_state_cannot_be_read(
+    server: Server | Cluster, registry: ReplicaRegistry
+) -> None:
+    failures: list[Exception] = []
+
+    def lease_unless_failing() -> TargetLease:
+        if failures:
+            raise failures[0]
+        return lease()
+
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    registration = start_registration(server.url, POOL, lease_unless_failing)
+    await until(registry, [("host:1", "life-1", False)])
+    failures.append(ValueError("no such device"))
+    await registration.drain()
+    await registration.close()
+    assert await read(registry) == []
+
+
 async def test_a_replica_registers_again_after_the_store_was_killed(own_server: Server) -> None:
     registry = ReplicaRegistry(own_server.url, call_timeout_s=5)
     registration = start_registration(own_server.url, POOL, lease, lease_s=0.3)
