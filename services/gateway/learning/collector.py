@@ -92,9 +92,10 @@ class Collector:
         )
         try:
             is_added = await self._spool.add(waiting.principal, session, self._kept_tokens)
-        except GalleyError as error:
+        except Exception as error:  # noqa: BLE001  # the next session may be added
             if not self._is_away:
-                _log.warning("sessions not collected for learning", error=str(error))
+                unexpected = None if isinstance(error, GalleyError) else error
+                _log.warning("sessions not collected for learning", error=str(error), exc_info=unexpected)
             self._is_away = True
             return False
         self._is_away = False

@@ -29,6 +29,8 @@ class FakeSpool:
     def __init__(self) -> None:
         self.may_add = asyncio.Event()
         self.is_away = False
+        self.fault: Exception | None = None
+        self.is_closed = False
         self.added: list[str] = []
         self.fields: dict[str, Any] = {}
         """The fields of log lines when it was last called."""
@@ -39,11 +41,13 @@ class FakeSpool:
         await self.may_add.wait()
         if self.is_away:
             raise StoreUnavailable("it is away")
+        if self.fault is not None:
+            raise self.fault
         self.added.append(session.session_id)
         return True
 
     async def close(self) -> None:
-        pass
+        self.is_closed = True
 
 
 class Collecting:
@@ -140,3 +144,17 @@ async def test_closing_stops_an_add_that_hangs() -> None:
     async with asyncio.timeout(20):
         await collecting.collector.close()
     assert collecting.spool.added == []
+
+
+async def test_an_unexpected_error_drops_the_session_and_is_logged_once() -> None:
+    collecting = Collecting()
+    collecting.spool.may_add.set()
+    collecting.spool.fault = KeyError("no such field")
+    with capture_logs() as logs:
+        for number in range(3):
+            collecting.finish(str(number))
+        await collecting.drained(3)
+        await collecting.collector.close()
+    assert collecting.kept == [False] * 3
+    assert [line["event"] for line in logs] == ["sessions not collected for learning"]
+    assert collecting.spool.is_closed
