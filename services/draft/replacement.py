@@ -113,6 +113,8 @@ class DraftReplacement:
             return await _result_of_thread(loading)
         except OutOfMemory as error:
             raise Overloaded(_problem(error, directory), _RETRY_AFTER_S) from error
+        except Unavailable as error:
+            raise Unavailable(_problem(error, directory)) from error
         except CallerFault as error:
             raise InvalidField("draft", _problem(error, directory)) from error
 

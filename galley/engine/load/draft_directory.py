@@ -31,12 +31,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from galley.common.models.files import DRAFT_SECTION as KEY
-from galley.core.errors import UnsupportedModel
+from galley.core.errors import Unavailable, UnsupportedModel
 from galley.core.features import MAX_FEATURE_LAYERS
 from galley.engine import attention
 from galley.engine.cpu.int8 import Int8Linear
 from galley.engine.load.feature_head import FeatureHead, head_shapes
-from galley.engine.load.support import refuse_weights
+from galley.engine.load.support import check_readable, refuse_weights
 
 FORMAT, FEATURES_FORMAT = 1, 2
 MAX_LAYERS = 64
@@ -140,7 +140,7 @@ def load_draft(
     """Return the draft in `directory`, on `device`.
 
     int8 weights are widened to `dtype`. `target` is the directory of the target's weights. Raises
-    UnsupportedModel.
+    UnsupportedModel, or Unavailable if the disk fails.
     """
     module = _empty(config, form)
     expected_shapes = {name: list(weight.shape) for name, weight in module.state_dict().items()}
@@ -181,10 +181,13 @@ def _read(
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
+    check_readable(path)
     try:
         with safe_open(path, framework="pt") as file:
             yield file
-    except (OSError, SafetensorError) as error:
+    except OSError as error:  # no memory to map it, for example
+        raise Unavailable(f"{path}: cannot be read: {error}") from error
+    except SafetensorError as error:
         raise UnsupportedModel(f"{path}: cannot be read: {error}") from error
 
 
@@ -257,7 +260,10 @@ def _target_embedding(target: Path | None, expected: str, config: Any) -> Tensor
 
 
 def read_embedding(directory: Path) -> Tensor:
-    """Return the embedding [vocab, hidden] in `directory`. Raises UnsupportedModel if there is none."""
+    """Return the embedding [vocab, hidden] in `directory`. Raises UnsupportedModel if there is none.
+
+    Raises Unavailable if the disk fails.
+    """
     for path in sorted(directory.glob("*.safetensors")):
         with _opened(path) as file:
             if EMBEDDING in file.keys():  # noqa: SIM118  # not a dict

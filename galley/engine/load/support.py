@@ -17,7 +17,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from galley.common.models.files import MODEL_FILES, code_asked_for, foreign_file
-from galley.core.errors import UnsupportedModel
+from galley.core.errors import Unavailable, UnsupportedModel
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 _PICKLED = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
@@ -141,12 +141,28 @@ def _refuse_index(index: Path) -> None:
             raise UnsupportedModel(f"{index}: must name existing files, got {name!r}")
 
 
+def check_readable(path: Path) -> None:
+    """Raise UnsupportedModel unless this process may read the file `path`, Unavailable if the disk fails.
+
+    safetensors reports every file that it cannot open as one that does not exist.
+    """
+    try:
+        with path.open("rb") as file:
+            file.read(1)
+    except OSError as error:
+        is_own = not isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError))
+        kind = Unavailable if is_own else UnsupportedModel
+        raise kind(f"{path}: cannot be read: {error.strerror}") from error
+
+
 def read_weights(model_class: Any, directory: Path, **arguments: Any) -> Any:
     """Return a `model_class` (or what an auto class chooses) with the safetensors in `directory`.
 
     Raises UnsupportedModel if they cannot be read, or a weight has another shape or is missing: transformers
-    would fill it with random numbers.
+    would fill it with random numbers. Raises Unavailable if the disk fails.
     """
+    for path in sorted(directory.glob("*.safetensors")):
+        check_readable(path)
     try:
         module, report = model_class.from_pretrained(
             directory,

@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file
 
 from galley.common.models.files import tokenizer_hash
-from galley.core.errors import UnsupportedModel
+from galley.core.errors import Unavailable, UnsupportedModel
 from galley.core.sampling_params import SamplingParams
 from galley.core.step import Draw, Sampled
 from galley.engine.cpu import int8, packing
@@ -26,6 +26,7 @@ from galley.engine.load import draft_directory
 from galley.engine.load.draft_directory import embeddings_sha256
 from galley.engine.model import Rows, load_model
 from galley.engine.sampler import draw_all
+from tests.fakes.failing_file import FAILING
 from tests.fakes.feature_drafts import save_feature_draft
 from tests.fakes.model_configs import VOCAB, load, save_random, tokens_of, whole
 from tests.integration.galley.engine.drafts import (
@@ -296,6 +297,22 @@ def test_a_damaged_target_is_refused(directory: Path, tmp_path: Path) -> None:
     target = save_target(tmp_path / "target")
     (target / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(UnsupportedModel, match=r"model\.safetensors: cannot be read"):
+        load_draft(directory, target)
+
+
+def test_weights_that_are_no_file_are_refused(directory: Path, tmp_path: Path) -> None:
+    target = save_target(tmp_path / "target")
+    (target / "model.safetensors").unlink()
+    (target / "model.safetensors").mkdir()
+    with pytest.raises(UnsupportedModel, match=r"model\.safetensors: cannot be read: Is a directory"):
+        load_draft(directory, target)
+
+
+def test_a_disk_that_fails_is_no_fault_of_the_draft(directory: Path, tmp_path: Path) -> None:
+    target = save_target(tmp_path / "target")
+    (target / "model.safetensors").unlink()
+    (target / "model.safetensors").symlink_to(FAILING)
+    with pytest.raises(Unavailable, match=r"target/model\.safetensors: cannot be read: Input/output error"):
         load_draft(directory, target)
 
 

@@ -18,12 +18,13 @@ import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from galley.common.models.files import DEFAULT_MODEL, NoTokenizer, tokenizer_hash
-from galley.core.errors import UnsupportedModel
+from galley.core.errors import Unavailable, UnsupportedModel
 from galley.engine.load import resolve as prepare
 from galley.engine.load.module import default_dtype, eos_token_ids, load_config, parse_dtype
 from galley.engine.load.resolve import resolve_model
-from galley.engine.load.support import cache_dir, file_digest
+from galley.engine.load.support import cache_dir, file_digest, read_weights
 from galley.engine.model import CausalModel, Rows
+from tests.fakes.failing_file import FAILING
 from tests.fakes.truncated_model import truncate_model
 
 SMALL: dict[str, Any] = {
@@ -189,6 +190,12 @@ def test_a_pickle_named_safetensors_is_not_run(make_model: Callable[[Any], Path]
     (directory / "model.safetensors").write_bytes(PROGRAM)
     with pytest.raises(UnsupportedModel, match="its weights cannot be read"):
         CausalModel.load(directory, dtype=torch.float32, device="cpu", threads=1)
+
+
+def test_a_disk_that_fails_is_no_fault_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to(FAILING)
+    with pytest.raises(Unavailable, match=r"model\.safetensors: cannot be read: Input/output error"):
+        read_weights(transformers.LlamaForCausalLM, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ from galley.common.metrics import catalogue
 from galley.common.metrics.labels import DRAFT, LOADED
 from galley.common.metrics.registry import Registry
 from galley.common.server.server import Parts
+from galley.core.errors import Unavailable
+from galley.engine.load import draft_directory
 from galley.engine.model import CausalModel
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -320,6 +322,21 @@ async def test_what_is_refused_changes_nothing(
         assert await draft.proposed(PROMPT, "t") == first
         files, [config, weights] = announced(new)
         assert await load(draft, files, [config, weights[:20000], weights[20000:]]) == draft_version(new)
+
+
+async def test_a_disk_that_fails_is_no_fault_of_the_caller(
+    target: Path, old: Path, new: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        raise Unavailable(f"{path}: cannot be read: Input/output error")
+
+    async with served(target, old) as draft:
+        monkeypatch.setattr(draft_directory, "check_readable", fail)
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await send_draft(draft.channel, new)
+        assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert failed.value.details() == f"{WEIGHTS}: cannot be read: Input/output error"
+        assert await draft.version() == draft_version(old)
 
 
 async def test_loads_are_counted_by_their_results(
