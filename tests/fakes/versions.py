@@ -31,7 +31,7 @@ class MemoryVersions:
         if expected_epoch != self.state.epoch:
             self.refused += 1
             return False
-        self.state = replace(new, since_ms=new.epoch)
+        self.state = replace(new, since_ms=new.trial)
         self.events.append(replace(event, epoch=new.epoch))
         if new.trial == new.epoch:
             for name in {new.split.stable, new.split.canary, ""}:

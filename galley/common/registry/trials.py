@@ -35,13 +35,15 @@ _ATTEMPTS = 16
 _EVENT_FIELDS = frozenset(field.name for field in fields(VersionEvent))
 
 # KEYS: state, history, then counts to reset. ARGV: expected epoch, new epoch, most events, the event as JSON,
-# then name, value of each field of the state. Returns 1, or 0 if the epoch is another.
+# then name, value of each field of the state. Returns 1, or 0 if the epoch is another. Counts are reset
+# where a trial begins; other changes keep its time.
 _CHANGE = script_of("""
 if (redis.call('HGET', KEYS[1], 'epoch') or '0') ~= ARGV[1] then return 0 end
 local now = redis.call('TIME')
 local at = string.format('%.0f', now[1] * 1000 + math.floor(now[2] / 1000))
+local since = #KEYS == 2 and redis.call('HGET', KEYS[1], 'since_ms') or at
 redis.call('DEL', KEYS[1])
-redis.call('HSET', KEYS[1], 'epoch', ARGV[2], 'since_ms', at, unpack(ARGV, 5))
+redis.call('HSET', KEYS[1], 'epoch', ARGV[2], 'since_ms', since, unpack(ARGV, 5))
 redis.call('LPUSH', KEYS[2],
   '{"at_ms": ' .. at .. ', "epoch": ' .. ARGV[2] .. ', ' .. string.sub(ARGV[4], 2))
 redis.call('LTRIM', KEYS[2], 0, ARGV[3] - 1)

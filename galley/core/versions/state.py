@@ -31,9 +31,9 @@ _VERSION = re.compile(r"[A-Za-z0-9._-]{1,64}")
 class VersionState:
     """The versions that get sessions, and what was decided.
 
-    The canary may be promoted after `tokens` output tokens. `epoch` counts the changes, of which the last was
-    at `since_ms`. `trial` is the epoch at which `author` began the latest trial, and the counts with it.
-    `decided` has the reason for each version that was promoted, rolled back or drained, the latest last.
+    The canary may be promoted after `tokens` output tokens. `epoch` counts the changes. `trial` is the epoch
+    at which `author` began the latest trial, and the counts with it, and `since_ms` the time. `decided` has
+    the reason for each version that was promoted, rolled back or drained, the latest last.
     """
 
     split: Split = field(default_factory=Split)

@@ -54,6 +54,18 @@ async def test_a_state_is_read_as_it_was_written(drafts: DraftVersions) -> None:
     assert state.decided == {"old": "promoted", "bad": "wrong, and 'odd'\n"}
 
 
+async def test_other_changes_leave_the_time_at_which_the_trial_began(drafts: DraftVersions) -> None:
+    await drafts.try_version("new", 0.1)
+    began_ms = (await drafts.read()).since_ms
+    await drafts.drain("bad")
+    while (await drafts.history())[0].at_ms == began_ms:
+        await drafts.drain("bad")
+    assert (await drafts.read()).since_ms == began_ms
+    await drafts.roll_back()
+    await drafts.try_version("newer", 0.1)
+    assert (await drafts.read()).since_ms == (await drafts.history())[0].at_ms > began_ms
+
+
 async def test_of_two_that_change_a_state_one_wins(drafts: DraftVersions, server: Server | Cluster) -> None:
     other = DraftVersions(server.url, call_timeout_s=5)
     await drafts.try_version("new", 0.1)
