@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,7 @@ from typing import Any
 from galley.common.draft_loading import ACCEPTED
 from galley.common.models.grammars import ReplicaGrammars
 from galley.common.registry.leases import draft_lease
+from galley.common.server.reading import LongReader
 from galley.common.server.requests import answer_of, failure_status, respond_all, respond_stream
 from galley.common.tracing.item_spans import ItemSpan
 from galley.common.tracing.light_spans import LightSpan, SpanScope
@@ -63,6 +64,7 @@ class DraftService(rpc.DraftServicer):
         self._grammars = grammars
         self._replacement = replacement
         self._recent = RecentKeys()
+        self._reader = LongReader(info.vocab_size or ANY_VOCABULARY, _ANY_LENGTH)
         self._loop = loop
         self._exchange = exchange
 
@@ -121,12 +123,14 @@ class DraftService(rpc.DraftServicer):
 
     async def _respond(self, item: pb.ProposeItem) -> AsyncGenerator[pb.ProposeAnswer]:
         span, outcome = ItemSpan(self._spans, names.PROPOSE, "draft", item.slice), "cancelled"
+        began_ns = time.monotonic_ns()
         try:
-            job = read_item(item, self._info)
+            long = await self._reader.read(item.slice)
+            job = read_item(item, self._info, long[0] if long is not None else None)
             if span.span is not None:
                 span.span.attributes |= {names.K: job.k, names.STRATEGY: job.strategy}
             self._recent.add(job.slice.key, time.monotonic_ns())
-            done = await self._propose(job, item.slice.remaining_ns, span.span)
+            done = await self._propose(job, item.slice.remaining_ns, began_ns, span.span)
             _set_result(span.span, done)
             response = answer_of(pb.ProposeAnswer, item.slice, done.outcome, partial(_result_of, done=done))
             span.answered(done.outcome)
@@ -144,21 +148,32 @@ class DraftService(rpc.DraftServicer):
             span.end()
         yield response
 
-    async def _propose(self, job: ProposeJob, remaining_ns: int, span: LightSpan | None) -> Done:
+    async def _propose(
+        self, job: ProposeJob, remaining_ns: int, began_ns: int, span: LightSpan | None
+    ) -> Done:
+        """Return the outcome of `job`, of whose time `remaining_ns` were left at `began_ns`."""
         if job.slice.grammar_hash and self._grammars is not None:
-            began_ns = time.monotonic_ns()
-            compiled = await self._grammars.compiled(job.slice, remaining_ns)
+            compiled = await self._grammars.compiled(job.slice, _remaining(remaining_ns, began_ns))
             if isinstance(compiled, Miss):
                 return Done(compiled, queue_ns=0, compute_ns=0)
             job = replace(job, grammar=compiled)
-            if remaining_ns:
-                remaining_ns = max(1, remaining_ns - (time.monotonic_ns() - began_ns))
-        return await self._loop.submit(job, remaining_ns, span)
+        return await self._loop.submit(job, _remaining(remaining_ns, began_ns), span)
 
 
-def read_item(item: pb.ProposeItem, info: pb.GetDraftInfoResponse) -> ProposeJob:
-    """Return the job of `item`, defaults applied. Raise InvalidField or Unimplemented, naming the field."""
-    read = read_slice(item.slice, vocab_size=info.vocab_size or ANY_VOCABULARY, context_window=_ANY_LENGTH)
+def _remaining(remaining_ns: int, began_ns: int) -> int:
+    """Return what is left now of the time that was left at `began_ns`; 0 is no deadline."""
+    return max(1, remaining_ns - (time.monotonic_ns() - began_ns)) if remaining_ns else 0
+
+
+def read_item(
+    item: pb.ProposeItem, info: pb.GetDraftInfoResponse, tokens: Sequence[int] | None = None
+) -> ProposeJob:
+    """Return the job of `item`, defaults applied. Raise InvalidField or Unimplemented, naming the field.
+
+    `tokens` are those of a long slice, which were read before.
+    """
+    vocab_size = info.vocab_size or ANY_VOCABULARY
+    read = read_slice(item.slice, vocab_size=vocab_size, context_window=_ANY_LENGTH, tokens=tokens)
     check_range("k", item.k, most=info.max_draft_tokens)
     check_range("width", item.width, most=MAX_WIDTH)
     check_length("workload", item.workload.encode(), MAX_WORKLOAD_BYTES, "bytes")

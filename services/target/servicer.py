@@ -10,7 +10,6 @@ from contextlib import aclosing, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeAlias
-from weakref import WeakValueDictionary
 
 import grpc
 
@@ -21,18 +20,17 @@ from galley.common.models.grammars import ReplicaGrammars, load_grammars
 from galley.common.registry.leases import MAX_CACHED_PREFIXES, TARGET_POOL, target_lease
 from galley.common.registry.registration import registered
 from galley.common.server.process import in_passing_thread
+from galley.common.server.reading import LongRead, LongReader
 from galley.common.server.requests import answer_of, failure_status, respond_all, respond_stream
 from galley.common.server.server import Parts, Service
 from galley.common.tracing.light_spans import SpanScope
 from galley.common.wire.codec import (
-    check_identity,
     check_lora,
-    check_positions,
     check_token_ids,
     logprobs_message,
     read_slice,
 )
-from galley.core.content import HASH_BYTES, Miss, SessionKey, cache_salt
+from galley.core.content import HASH_BYTES, BlockChain, Miss, cache_salt
 from galley.core.errors import GalleyError, InvalidField, Unimplemented, check_length, check_range
 from galley.core.features import MAX_FEATURE_LAYERS
 from galley.core.grammar.compiled import CompiledGrammar
@@ -45,7 +43,6 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.target.engine.protocol import EngineInfo, Limits, LoadedEngine, TargetEngine
 from services.target.loop import OpenRequest, StepLoop, StepMeter
-from services.target.reading import SLICE_TOKENS, read_tokens
 from services.target.settings import TargetSettings, memory_reported
 from services.target.spans import VerifySpan
 
@@ -86,10 +83,7 @@ class TargetService(rpc.TargetServicer):
         self._grammars = grammars
         facts = asdict(info)
         del facts["directory"]
-        # Long requests are read one at a time, so that others wait for one slice at most. Meanwhile, the lock
-        # of their session keeps its further requests behind them.
-        self._reading = asyncio.Lock()
-        self._order: WeakValueDictionary[SessionKey, asyncio.Lock] = WeakValueDictionary()
+        self._reader = LongReader(info.vocab_size, info.context_window)
         self._about = pb.GetTargetInfoResponse(
             kv_blocks_total=facts.pop("kv_blocks"),
             **facts,
@@ -183,29 +177,15 @@ class TargetService(rpc.TargetServicer):
 
         Requests of a session return in the order of these calls.
         """
-        read = partial(
-            read_item,
-            item,
-            self._engine.info,
-            self._engine.limits.max_draft_tokens,
-            now_ns=time.monotonic_ns(),
-            epoch_ns=time.time_ns(),
-        )
-        part = item.slice
-        session = (part.tenant_salt, part.session_id)
-        before = self._order.get(session)
-        if before is None and len(part.tokens) <= SLICE_TOKENS:
-            return read()
-        async with self._order.setdefault(session, asyncio.Lock()):
-            if len(part.tokens) <= SLICE_TOKENS:
-                return read()
-            check_identity(part)
-            check_positions(part, self._engine.info.context_window)
-            async with self._reading:
-                key = (cache_salt(part.tenant_salt, item.lora), part.session_id)
-                chain = self._engine.block_chain(key, part.start, part.prefix_hash)
-                tokens = await read_tokens(part.tokens, self._engine.info.vocab_size, chain)
-            return replace(read(tokens=tokens), block_hashes=chain.hashes if chain is not None else ())
+        now_ns, epoch_ns, part = time.monotonic_ns(), time.time_ns(), item.slice
+
+        def chain_of() -> BlockChain | None:
+            key = (cache_salt(part.tenant_salt, item.lora), part.session_id)
+            return self._engine.block_chain(key, part.start, part.prefix_hash)
+
+        long = await self._reader.read(part, chain_of)
+        most = self._engine.limits.max_draft_tokens
+        return read_item(item, self._engine.info, most, now_ns=now_ns, epoch_ns=epoch_ns, long=long)
 
     async def _compiled(self, request: VerifyRequest, remaining_ns: int) -> CompiledGrammar | Miss | None:
         if self._grammars is None:
@@ -237,14 +217,15 @@ def read_item(
     *,
     now_ns: int,
     epoch_ns: int,
-    tokens: Sequence[int] | None = None,
+    long: LongRead | None = None,
 ) -> VerifyRequest:
     """Return the request of an item. Raise InvalidField or Unimplemented, naming the field, before any work.
 
     `now_ns` is the scheduler's time; `epoch_ns` the time of day, used for a session without arrival time.
-    `tokens` are those of its slice, if they were read before.
+    `long` is what was read of a long slice before.
     """
     feature_layers = _feature_layers(item, info)
+    tokens, block_hashes = long or (None, ())
     read = read_slice(
         item.slice, vocab_size=info.vocab_size, context_window=info.context_window, tokens=tokens
     )
@@ -277,6 +258,7 @@ def read_item(
         grammar=read.grammar,
         grammar_hash=read.grammar_hash,
         feature_layers=feature_layers,
+        block_hashes=block_hashes,
     )
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import grpc
 import pytest
 
+from galley.common.server.reading import PART_TOKENS
 from galley.common.server.server import Parts, start_server
 from galley.core.cost.model import StepTimes
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.target.engine.protocol import Limits
-from services.target.reading import SLICE_TOKENS
 from services.target.servicer import TargetService, add_target
 from services.target.settings import TargetSettings
 from tests.fakes.engine import KnownEngine
@@ -29,8 +29,8 @@ from tests.integration.services.target.conftest import Recording, limited, pages
 LONG = [1 + (7 * i) % (VOCAB - 2) for i in range(180)]
 OTHER = [1 + (5 * i) % (VOCAB - 2) for i in range(170)]
 SHORT = [5, 9, 2]
-WIDE = 4 * SLICE_TOKENS
-READ_IN_SLICES = slice_of([i % IDS for i in range(3 * SLICE_TOKENS)], max_position=WIDE)
+WIDE = 4 * PART_TOKENS
+READ_IN_SLICES = slice_of([i % IDS for i in range(3 * PART_TOKENS)], max_position=WIDE)
 EXTENDED = pb.Extension(
     session_id=READ_IN_SLICES.session_id,
     request_id=READ_IN_SLICES.request_id,
