@@ -21,7 +21,7 @@ blocks could go to others that the same step writes. Adding a token costs O(1), 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from galley.core.content import Hit, Miss, PrefixHasher, SessionKey, look_up
@@ -57,7 +57,8 @@ class KvTable:
     def __init__(self, blocks: int, block_tokens: int, max_sessions: int) -> None:
         """Create a table of `blocks` blocks of `block_tokens` tokens each. Raise ValueError below 1.
 
-        `max_sessions` bounds the sessions that are live, idle or remembered without blocks.
+        `max_sessions` bounds the sessions that are live, idle or remembered without blocks. `moved` counts
+        the blocks of sessions that were opened or evicted: a thousand take up to a millisecond.
         """
         if block_tokens < 1 or max_sessions < 1:
             raise ValueError(f"block_tokens, max_sessions: must be >= 1, got {block_tokens}, {max_sessions}")
@@ -65,6 +66,7 @@ class KvTable:
         self.max_sessions = max_sessions
         self._lost: deque[SessionKey] = deque(maxlen=_NAMED)
         self._evicted_before = 0
+        self.moved = 0
         self._forget_all(blocks)
 
     def _forget_all(self, blocks: int) -> None:
@@ -151,7 +153,20 @@ class KvTable:
         session = self._wake(key)
         session.arrival, session.priority = arrival, priority
         session.restore(tokens, hashes)
+        self.moved += len(session.blocks)
         return len(session.tokens)
+
+    def make_room(self, lengths: Mapping[SessionKey, int], until: int) -> bool:
+        """Evict idle sessions, so that `reserve` need not, until these live ones can cover these lengths.
+
+        Return False if `moved` reaches `until` first: call it again.
+        """
+        missing = sum(self._live[key].missing(length) for key, length in lengths.items())
+        while self._idle and self._pool.available < missing:
+            if self.moved >= until:
+                return False
+            self._evict(next(iter(self._idle.values())))
+        return True
 
     def reserve(self, key: SessionKey, length: int, busy: frozenset[SessionKey] = frozenset()) -> Reservation:
         """Give the live session blocks for [0, length), its own from its present length on (rule 3).
@@ -255,6 +270,7 @@ class KvTable:
             self._lost.append(session.key)
         self._live.pop(session.key, None)
         self._idle.pop(session.key, None)
+        self.moved += len(session.blocks)
         tokens, hashes = session.surrender()
         if tokens:
             self._evicted[session.key] = _Evicted(tokens, hashes)

@@ -35,6 +35,11 @@ class Grant:
     parents: Parents = CHAIN
 
     @property
+    def end(self) -> int:
+        """Return the position after the last token that is fed."""
+        return (self.request.kv_len or 0) + self.rows + len(self.draft_tokens)
+
+    @property
     def drawn_parents(self) -> Parents:
         """Return the parents of the draft tokens after the certain ones, among themselves."""
         if not self.parents:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from galley.core.content import Hit, Miss, SessionKey
@@ -48,6 +48,10 @@ class KvMemory(KvFacts, Protocol):
     def max_sessions(self) -> int:
         """Return the number of sessions that have KV at most."""
 
+    @property
+    def moved(self) -> int:
+        """Return the number of blocks of sessions that were opened or evicted so far."""
+
     def has_blocks(self, key: SessionKey) -> bool: ...
 
     def tokens_of(self, key: SessionKey) -> Sequence[int]: ...
@@ -70,6 +74,8 @@ class KvMemory(KvFacts, Protocol):
         priority: int = 0,
         hashes: Sequence[bytes] = (),
     ) -> int: ...
+
+    def make_room(self, lengths: Mapping[SessionKey, int], until: int) -> bool: ...
 
     def reserve(
         self, key: SessionKey, length: int, busy: frozenset[SessionKey] = frozenset()

@@ -65,6 +65,8 @@ MAX_ROWS = 256
 _RETRY_AFTER_S = 0.5
 # Sessions whose statistics are kept, a few numbers each.
 _MEMORIES = 4096
+# After so many blocks, one call of `plan` opens and evicts no further session; about a millisecond's.
+_MOST_MOVED = 1024
 # Preempted sessions that one batch names.
 _NAMED = 16
 _age = attrgetter("age")
@@ -72,7 +74,7 @@ _age = attrgetter("age")
 
 @dataclass(frozen=True, slots=True)
 class Linger:
-    """Call `plan` again at `until_ns`, or as soon as anything is submitted, extended or cancelled."""
+    """Call `plan` again at `until_ns`, maybe now, or once anything is submitted, extended or cancelled."""
 
     until_ns: int
 
@@ -283,10 +285,16 @@ class Scheduler:
         return self._is_busy(request.key) and self._active.get(request.key) is request
 
     def plan(self, now: int) -> StepPlan | Linger | None:
-        """Begin and return the next step; or return until when to linger, or None if there is no work."""
+        """Begin and return the next step; or return until when to linger, or None if there is no work.
+
+        To open or evict many long sessions takes several calls: until then, linger until `now`.
+        """
         if self._batch is not None:
             raise Broken("scheduler: a step is in progress")
-        while requests := self._opened():
+        most_moved = self.kv.moved + _MOST_MOVED
+        while requests := self._opened(most_moved):
+            if self.kv.moved >= most_moved:
+                return Linger(now)
             for request in requests:
                 request.update_hint()
             until_ns = self._lingering.until(requests, now)
@@ -299,15 +307,19 @@ class Scheduler:
                 self._prefill,
                 divides_prompts=self._divides_prompts,
             )
+            if not self.kv.make_room({grant.request.key: grant.end for grant in granted}, most_moved):
+                return Linger(now)
             grants, copies = self._reserve(granted)
             if grants:
                 return self._begin(grants, copies, now)
         self._lingering.forget()
         return None
 
-    def _opened(self) -> list[ActiveRequest]:
-        """Return the active requests, oldest first, with their blocks opened."""
+    def _opened(self, most_moved: int) -> list[ActiveRequest]:
+        """Return the active requests, oldest first; open their blocks until `most_moved` is reached."""
         for request in sorted(self._active.values(), key=_age):
+            if self.kv.moved >= most_moved:
+                break
             # It may have been preempted for an older one meanwhile.
             if request.kv_len is None and self._active.get(request.key) is request:
                 self._open(request)
@@ -374,14 +386,12 @@ class Scheduler:
     def _reserve_for(self, grant: Grant, busy: frozenset[SessionKey]) -> tuple[Grant, Reservation]:
         """Reserve blocks, without the draft tokens if only these do not fit. Raises Overloaded."""
         request = grant.request
-        length = (request.kv_len or 0) + grant.rows
         if grant.draft_tokens:
             try:
-                whole = length + len(grant.draft_tokens)
-                return grant, self.kv.reserve(request.key, whole, busy)
+                return grant, self.kv.reserve(request.key, grant.end, busy)
             except Overloaded:
                 grant = Grant(request, grant.rows)
-        return grant, self.kv.reserve(request.key, length, busy)
+        return grant, self.kv.reserve(request.key, grant.end, busy)
 
     def _begin(
         self, grants: dict[SessionKey, Grant], copies: Sequence[tuple[int, int]], now: int

@@ -15,7 +15,7 @@ Everything happens on the event loop. Each step takes its `Orders` to the engine
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from galley.core.content import Hit, Miss, PrefixHasher, SessionKey, block_hashes, look_up
@@ -169,6 +169,15 @@ class VllmSessions:
             self._begin(session, tokens)
         session.hashes = hashes
         return session.computed
+
+    @property
+    def moved(self) -> int:
+        """Return 0: vLLM moves its blocks in its own process."""
+        return 0
+
+    def make_room(self, lengths: Mapping[SessionKey, int], until: int) -> bool:  # noqa: ARG002  # the protocol's
+        """Do nothing, because vLLM reserves."""
+        return True
 
     def reserve(self, key: SessionKey, length: int, busy: frozenset[SessionKey] = frozenset()) -> Reservation:  # noqa: ARG002  # the protocol's
         """Return nothing, because vLLM reserves. Raise Overloaded if no memory could hold `length` tokens."""

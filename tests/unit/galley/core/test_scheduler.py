@@ -13,6 +13,7 @@ from galley.core.errors import Broken, DeadlinePassed, InvalidField, Overloaded,
 from galley.core.hints import Hint
 from galley.core.kv import session as kv_session
 from galley.core.scheduler.messages import Confirmed, Response, Superseded
+from galley.core.scheduler.scheduler import Linger
 from galley.core.step import Sampled
 from tests.fakes.kv_check import check_table
 from tests.fakes.scheduler_world import (
@@ -636,3 +637,38 @@ def test_one_step_at_a_time() -> None:
     bench.finish(plan)
     with pytest.raises(Broken):
         bench.scheduler.conclude(plan, [None], bench.now)
+
+
+def long_bench(blocks: int) -> Bench:
+    return Bench(blocks=blocks, block_tokens=1, max_rows=8192)
+
+
+def calls_of_plan(bench: Bench) -> int:
+    """Run the next step; return how many calls it took to plan it."""
+    calls = 1
+    while isinstance(plan := bench.scheduler.plan(bench.now), Linger):
+        assert plan == Linger(bench.now)
+        calls += 1
+    assert plan is not None
+    bench.finish(plan)
+    return calls
+
+
+def test_long_sessions_are_opened_one_a_call() -> None:
+    bench, long = long_bench(4096), prompt(1500)
+    bench.submit(request(long, max_position=2000))
+    calls_of_plan(bench)
+    for name in "abc":
+        bench.submit(request(long, session=name, max_position=2000))
+    assert calls_of_plan(bench) == 4
+    assert not bench.scheduler.queue_depth
+
+
+def test_long_idle_sessions_are_evicted_one_a_call() -> None:
+    bench, long = long_bench(1510), prompt(1500)
+    for name in "abcd":
+        bench.submit(request(long, session=name, max_position=2000))
+        calls_of_plan(bench)
+    bench.submit(request(prompt(100, salt=7), session="e"))
+    assert calls_of_plan(bench) == 4
+    assert not bench.scheduler.queue_depth
