@@ -50,8 +50,8 @@ def eventful() -> Scene:
     )
     for _ in range(4):
         request.round(target=OTHER_TARGET_AT, batch={"ranks": (27, 26, 27)}, text=_text(1, 3))
-    request.round(queue=190, target=OTHER_TARGET_AT, text=_text(4, 3))
-    request.event(names.CLIENT_STALLED, stalled_ns=ns(180))
+    request.idle(190).event(names.CLIENT_STALLED, stalled_ns=ns(180))
+    request.round(target=OTHER_TARGET_AT, text=_text(4, 3))
     request.round(commit=24, target=OTHER_TARGET_AT, text=_text(6, 3))
     request.attributes[names.CLIENT_STALLED_NS] = ns(180)
     request.end()

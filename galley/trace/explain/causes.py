@@ -331,8 +331,8 @@ def _beginning(case: Case) -> str:
     return "the gateway admitted the request, read it and opened its session"
 
 
-# Parts in which the target does nothing for the session.
-_WAITING = (Part.BEFORE, Part.QUEUE, Part.WIRE)
+# Parts outside of the last target, which measures its queue and its steps itself.
+_WAITING = (Part.BEFORE, Part.WIRE)
 _RULES: tuple[tuple[Collection[Part], Callable[[Case], str]], ...] = (
     (tuple(Part), _no_verdict),
     (_WAITING, _stalled_client),

@@ -50,7 +50,7 @@ def test_the_list_names_the_latest_first(own_traces: Path) -> None:
     heading, *lines, total = result.stdout.splitlines()
     assert "slowest round" in heading
     assert len(lines) == 2
-    assert any(SESSION in line and "219 ms" in line and line.endswith("ok") for line in lines)
+    assert any(SESSION in line and "170 ms" in line and line.endswith("ok") for line in lines)
     assert total == f"2 requests in {own_traces}/traces-1.jsonl"
 
 

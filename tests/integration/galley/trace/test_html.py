@@ -81,7 +81,7 @@ def test_a_browser_shows_rounds_tokens_and_the_sentence(browser: Browser, tmp_pa
     assert rounds == len(story.rounds) == 17
     assert browser.value("document.querySelector('.slowest summary').innerText").split()[1:3] == [
         "15",
-        "728",
+        "918",
     ]
     tokens = browser.texts(".token")
     assert len(tokens) == sum(one.confirmed for one in story.rounds)

@@ -137,39 +137,34 @@ def test_slow_commit() -> None:
     assert "the session store took 640 ms for the commit after a retry" in result.sentence
 
 
-@pytest.mark.parametrize("part", ["queue", "wire"])
-def test_slow_commit_delays_the_next_round(part: str) -> None:
-    def make(request: RequestMaker) -> None:
-        request.round(commit=800)
-        held_up: dict[str, Any] = {part: 900, "kv_reused": 118}
-        request.round(**held_up)
-
-    result = explained(make)
+def test_slow_commit_delays_the_next_round() -> None:
+    result = explained(lambda r: r.round(commit=800).idle(900).round(kv_reused=118))
     assert "a commit to the session store was under way for 800 ms of it (it took 800 ms)" in result.sentence
 
 
 def test_slow_commit_by_its_span() -> None:
-    result = explained(lambda r: r.store("commit", 700, passes=False).round(queue=710))
+    result = explained(lambda r: r.store("commit", 700, passes=False).idle(710).round())
     assert "a commit to the session store was under way" in result.sentence
     assert "(it took 700 ms)" in result.sentence
 
 
-@pytest.mark.parametrize("part", ["queue", "wire"])
-def test_a_stalled_client(part: str) -> None:
-    def make(request: RequestMaker) -> None:
-        held_up: dict[str, Any] = {part: 1200}
-        request.round(**held_up)
-        request.event(names.CLIENT_STALLED, stalled_ns=ns(1100))
-
-    result = explained(make)
-    assert "took 1,229 ms" in result.sentence
+def test_a_stalled_client() -> None:
+    result = explained(lambda r: r.idle(1200).event(names.CLIENT_STALLED, stalled_ns=ns(1100)))
+    assert result.sentence.startswith("Round 6 (token 18, position 118, target ")
+    assert "began after 1,200 ms without a round" in result.sentence
     assert "the client read nothing for 1,100 ms of it" in result.sentence
 
 
-def test_stalled_client_between_rounds() -> None:
-    result = explained(lambda r: r.idle(900).event(names.CLIENT_STALLED, stalled_ns=ns(880)))
-    assert result.sentence.startswith("Round 6 (token 18, position 118, target ")
-    assert "began after 900 ms without a round" in result.sentence
+def test_a_queue_is_the_targets_whatever_else_happened() -> None:
+    def make(request: RequestMaker) -> None:
+        again = event(names.REQUEST_RETRIED, request.at_ns, pool="target", reason="unavailable")
+        request.store("commit", 3900, passes=False)
+        request.round(queue=4000, target=OTHER_TARGET_AT, events=[again, *moved(request, "left")])
+        request.event(names.CLIENT_STALLED, stalled_ns=ns(3900))
+
+    result = explained(make)
+    assert f"target {OTHER_TARGET_AT}) took 4,029 ms" in result.sentence
+    assert result.sentence.endswith(": it queued for 4,000 ms at the target.")
 
 
 def test_no_free_blocks() -> None:
