@@ -108,21 +108,21 @@ class Case:
         return any(e.name == names.KV_EVICTED and e.time_ns <= self.round.span.end_ns for e in events)
 
     def stalled_ns(self) -> int:
-        """Return for how long the client left the stream unread in the round and the idle time before it."""
+        """Return for how long the client left the stream unread in the idle time before the round."""
         return self._within(self._stalls())
 
     def committing_ns(self) -> int:
         return self._within(self._commits())
 
     def longest_commit_ns(self) -> int:
-        start, end = self._window
+        start, end = self._idle
         times = [e - s for s, e in self._commits() if s < end and e > start]
         return max(times, default=0)
 
     @property
-    def _window(self) -> Interval:
-        span = self.round.span
-        return span.start_ns - self.round.idle_ns, span.end_ns
+    def _idle(self) -> Interval:
+        start_ns = self.round.span.start_ns
+        return start_ns - self.round.idle_ns, start_ns
 
     def _stalls(self) -> Iterator[Interval]:
         for event in self.request.all_events:
@@ -137,10 +137,10 @@ class Case:
             yield one.span.end_ns, one.span.end_ns + one.commit_ns
 
     def _within(self, intervals: Iterator[Interval]) -> int:
-        start, end = self._window
+        start, end = self._idle
         covered, reached = 0, start
         for first, last in sorted(intervals):
-            first, last = max(first, reached), min(last, end)  # noqa: PLW2901  # cut to the window
+            first, last = max(first, reached), min(last, end)  # noqa: PLW2901  # cut to the idle time
             if last > first:
                 covered += last - first
                 reached = last
@@ -331,14 +331,14 @@ def _beginning(case: Case) -> str:
     return "the gateway admitted the request, read it and opened its session"
 
 
-# Parts outside of the last target, which measures its queue and its steps itself.
-_WAITING = (Part.BEFORE, Part.WIRE)
+# Only BEFORE waits for the log or the client: a round starts once both have room for its tokens. QUEUE and
+# COMPUTE are measured by the last target.
 _RULES: tuple[tuple[Collection[Part], Callable[[Case], str]], ...] = (
     (tuple(Part), _no_verdict),
-    (_WAITING, _stalled_client),
+    ((Part.BEFORE,), _stalled_client),
     ((Part.LOG,), _slow_log),
-    (_WAITING, _store_held_up),
-    (_WAITING, _lost_replica),
+    ((Part.BEFORE,), _store_held_up),
+    ((Part.BEFORE, Part.WIRE), _lost_replica),
     ((Part.DRAFT,), _slow_draft),
     ((Part.QUEUE,), _no_blocks),
     ((Part.QUEUE,), _queue),

@@ -167,6 +167,18 @@ def test_a_queue_is_the_targets_whatever_else_happened() -> None:
     assert result.sentence.endswith(": it queued for 4,000 ms at the target.")
 
 
+@pytest.mark.parametrize("reason", ["late", ""])
+def test_an_open_round_waited_for_neither_client_nor_log(reason: str) -> None:
+    def make(request: RequestMaker) -> None:
+        events = moved(request, reason) if reason else ()
+        request.store("commit", 1100, passes=False).round(wire=1200, events=events)
+        request.event(names.CLIENT_STALLED, stalled_ns=ns(1100))
+
+    result = explained(make)
+    assert ("passed until the session moved" in result.sentence) == bool(reason)
+    assert ("passed on the network" in result.sentence) == (not reason)
+
+
 def test_no_free_blocks() -> None:
     result = explained(lambda r: r.round(queue=330, batch={"free_blocks": 0, "queue_depth": 3}))
     assert "it queued for 330 ms at the target because KV blocks were short (0 were free)" in (
