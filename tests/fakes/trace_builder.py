@@ -109,7 +109,9 @@ class RequestMaker:
         self.events.append(Event(name, self.at_ns, _keyed(attributes)))
         return self
 
-    def store(self, operation: str, milliseconds: float, *, passes: bool = True) -> RequestMaker:
+    def store(
+        self, operation: str, milliseconds: float, *, passes: bool = True, events: Iterable[Event] = ()
+    ) -> RequestMaker:
         self.scene.add(
             Span(
                 self.trace_id,
@@ -121,6 +123,7 @@ class RequestMaker:
                 self.process,
                 CLIENT,
                 attributes={names.STORE_OPERATION: operation},
+                events=tuple(events),
             )
         )
         self.at_ns += ns(milliseconds) if passes else 0

@@ -120,6 +120,17 @@ class Case:
         return max(times, default=0)
 
     @property
+    def is_commit_retried(self) -> bool:
+        """Return True if the commit of the round's tokens was retried; only a slow one has a span."""
+        ended_ns = self.round.span.end_ns
+        commits = (call.span for call in self.request.all_calls if call.operation == COMMIT)
+        later = (span for span in commits if span.start_ns >= ended_ns)
+        own = min(later, key=lambda span: span.start_ns, default=None)
+        if own is None or own.duration_ns > self.round.commit_ns:
+            return False
+        return any(event.name == names.STORE_RETRIED for event in own.events)
+
+    @property
     def _idle(self) -> Interval:
         start_ns = self.round.span.start_ns
         return start_ns - self.round.idle_ns, start_ns
@@ -199,7 +210,7 @@ def _stalled_client(case: Case) -> str:
 
 
 def _slow_log(case: Case) -> str:
-    again = " after a retry" if case.last_event(names.STORE_RETRIED) else ""
+    again = " after a retry" if case.is_commit_retried else ""
     took = f"the session store took {ms(case.lost_ns)} ms for the commit{again}"
     return f"{took}, and tokens are sent only after it"
 

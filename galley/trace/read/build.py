@@ -118,8 +118,9 @@ def _idle(spans: Sequence[Span], began_ns: int | None) -> Iterable[int]:
 
 
 def _seen_elsewhere(rounds: Iterable[Round], calls: Iterable[Call], session_id: str) -> Iterable[Event]:
-    """Yield the events on replicas' spans, without those of other sessions in a step."""
+    """Yield the events on spans of calls and of replicas, without those of other sessions in a step."""
     for call in [*calls, *(call for one in rounds for call in one.calls)]:
+        yield from call.span.events
         if call.served is not None:
             yield from call.served.events
     for event in (event for one in rounds if one.batch for event in one.batch.span.events):

@@ -129,12 +129,32 @@ def test_retried_request() -> None:
 
 
 def test_slow_commit() -> None:
-    result = explained(lambda r: r.round(commit=640, events=[event(names.STORE_RETRIED, r.at_ns)]))
+    def make(request: RequestMaker) -> None:
+        request.round(commit=640)
+        retried = event(names.STORE_RETRIED, request.at_ns + ns(500), reason="no response")
+        request.store("commit", 640, passes=False, events=[retried])
+
+    result = explained(make)
     assert result.sentence.startswith(
         f"The tokens of round 6 (token 18, position 118, target {TARGET_AT}) were "
     )
     assert "were logged 640 ms after they were confirmed" in result.sentence
     assert "the session store took 640 ms for the commit after a retry" in result.sentence
+
+
+@pytest.mark.parametrize("retried", ["before", "after"])
+def test_retries_of_other_commits_are_not_those_of_a_slow_one(retried: str) -> None:
+    def commit(request: RequestMaker) -> None:
+        request.store("commit", 700, passes=False, events=[event(names.STORE_RETRIED, request.at_ns)])
+
+    def make(request: RequestMaker) -> None:
+        if retried == "before":
+            commit(request)
+        request.round(commit=640).store("commit", 640, passes=False)
+        if retried == "after":
+            commit(request.idle(1))
+
+    assert "took 640 ms for the commit, and tokens" in explained(make).sentence
 
 
 def test_slow_commit_delays_the_next_round() -> None:

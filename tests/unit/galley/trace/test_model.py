@@ -129,6 +129,17 @@ def test_events_outside_rounds_belong_to_the_request() -> None:
     assert not any(one.events for one in request.rounds)
 
 
+def test_retries_of_store_calls_are_events() -> None:
+    scene = Scene()
+    request = scene.request().store("create", 30, events=[event(names.STORE_RETRIED, BEGAN_NS + ns(9))])
+    request.round()
+    retried = event(names.STORE_RETRIED, request.at_ns + ns(4), reason="no response")
+    request.store("finish", 20, events=[retried]).end()
+    (result,) = scene.story().requests
+    assert [event_.time_ns for event_ in result.all_events] == [BEGAN_NS + ns(9), retried.time_ns]
+    assert {event_.name for event_ in result.all_events} == {names.STORE_RETRIED}
+
+
 def test_round_has_its_step_ranks_and_company() -> None:
     scene = Scene()
     other = scene.request(session="0" * 32).round().end()
