@@ -261,6 +261,7 @@ class RequestMaker:
                 TARGET,
                 INTERNAL,
                 attributes=attributes,
+                events=tuple(data.get("events", ())),
                 links=links,
             )
         )

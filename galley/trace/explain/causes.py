@@ -104,7 +104,7 @@ class Case:
     @property
     def is_evicted(self) -> bool:
         """Return True if other sessions took the session's KV blocks before this round ended."""
-        events = (event for request in self.story.requests for event in request.events)
+        events = (event for request in self.story.requests for event in request.all_events)
         return any(e.name == names.KV_EVICTED and e.time_ns <= self.round.span.end_ns for e in events)
 
     def stalled_ns(self) -> int:

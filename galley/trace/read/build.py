@@ -31,7 +31,7 @@ def stories_of(
     return tuple(
         Story(
             name,
-            _with_evictions(requests_of, tree.evictions.get(name, ())),
+            _with_losses(requests_of, tree.losses.get(name, ())),
             _concerning(shifts, requests_of),
             cut,
             sessions_of,
@@ -53,7 +53,7 @@ class _Tree:
         self.spans = spans
         self.by_key: dict[SpanKey, Span] = {span.key: span for span in spans}
         self.continued_by: dict[SpanKey, Span] = {}
-        self.evictions: dict[Value, list[Event]] = defaultdict(list)
+        self.losses: dict[Value, list[Event]] = defaultdict(list)  # of KV blocks, by session
         self._children: dict[SpanKey, list[Span]] = defaultdict(list)
         for span in spans:
             if span.parent_id:
@@ -62,8 +62,8 @@ class _Tree:
                 if link.text(names.LINK) == names.LINK_CONTINUES:
                     self.continued_by[link.key] = span
             for event in span.events:
-                if event.name == names.KV_EVICTED:
-                    self.evictions[event.attributes.get(names.SESSION_ID)].append(event)
+                if event.name in {names.KV_EVICTED, names.KV_PREEMPTED}:
+                    self.losses[event.attributes.get(names.SESSION_ID)].append(event)
 
     def children(self, key: SpanKey) -> Sequence[Span]:
         return self._children.get(key, ())
@@ -155,16 +155,20 @@ def _placed(
     return complete, list(_in_order(loose))
 
 
-def _with_evictions(requests: Sequence[Request], evictions: Iterable[Event]) -> tuple[Request, ...]:
-    """Add evictions of the idle session by steps of others to the last request that began before them."""
-    found = list(requests)
+def _with_losses(requests: Sequence[Request], losses: Iterable[Event]) -> tuple[Request, ...]:
+    """Add losses of KV blocks in steps of others to the last request that began before them."""
     known = {id(event) for request in requests for event in request.all_events}
-    for event in evictions:
-        if id(event) in known:
-            continue
-        at = max(0, sum(request.start_ns <= event.time_ns for request in found) - 1)
-        found[at] = replace(found[at], events=_in_order((*found[at].events, event)))
-    return tuple(found)
+    added: dict[int, list[Event]] = defaultdict(list)
+    for event in losses:
+        if id(event) not in known:
+            at = max(0, sum(request.start_ns <= event.time_ns for request in requests) - 1)
+            added[at].append(event)
+    return tuple(_with(request, added[at]) if at in added else request for at, request in enumerate(requests))
+
+
+def _with(request: Request, events: Iterable[Event]) -> Request:
+    rounds, loose = _placed(request.rounds, (), events)
+    return replace(request, rounds=tuple(rounds), events=_in_order((*request.events, *loose)))
 
 
 def _in_order(events: Iterable[Event]) -> tuple[Event, ...]:

@@ -14,6 +14,7 @@ from tests.fakes.trace_builder import (
     DRAFT_AT,
     GATEWAY,
     OTHER_TARGET_AT,
+    SESSION,
     TARGET_AT,
     RequestMaker,
     Scene,
@@ -213,6 +214,17 @@ def test_a_preempted_session() -> None:
 
     result = explained(make)
     assert "an older session had taken its KV blocks" in result.sentence
+
+
+def test_a_session_that_the_engine_preempted() -> None:
+    scene = Scene()
+    request = usual_rounds(scene.request())
+    preempted = event(names.KV_PREEMPTED, request.at_ns + ns(200), session_id=SESSION)
+    other = scene.request(session="0" * 32, at_ns=preempted.time_ns)
+    other.round(batch={"events": [preempted]}).end()
+    usual_rounds(request.round(queue=330, batch={})).end()
+    story = next(one for one in scene.stories() if one.session_id == SESSION)
+    assert "because an older session had taken its KV blocks" in explain(story).sentence
 
 
 def test_a_plain_queue() -> None:

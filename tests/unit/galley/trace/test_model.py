@@ -121,6 +121,21 @@ def test_events_of_other_sessions_are_dropped() -> None:
         assert result.text(names.SESSION_ID) == story.session_id
 
 
+def test_a_preemption_is_one_event_of_the_request_in_which_it_happened() -> None:
+    scene = Scene()
+    request = scene.request().round()
+    at_ns = request.at_ns + ns(9)
+    seen = event(names.KV_PREEMPTED, at_ns, pool="target", have=32)
+    noted = event(names.KV_PREEMPTED, at_ns + ns(2), session_id=SESSION)
+    request.round(calls=True, served_events=[seen])
+    later = event(names.KV_PREEMPTED, request.at_ns + ns(5), session_id=SESSION)
+    request.round().end()
+    scene.request(at_ns=request.at_ns + ns(50), resumed=True).round().end()
+    scene.request(session="0" * 32).round(batch={"events": [noted, later]}).end()
+    story = next(one for one in scene.stories() if one.session_id == SESSION)
+    assert [[len(one.events) for one in each.rounds] for each in story.requests] == [[0, 1, 1], [0]]
+
+
 def test_events_outside_rounds_belong_to_the_request() -> None:
     scene = Scene()
     scene.request().round().round().idle(100).event(names.CLIENT_STALLED, stalled_ns=ns(90)).end()
