@@ -163,12 +163,12 @@ class Case:
         return sum(span.duration_ns for span in calls if span.start_ns < self.round.span.start_ns)
 
     def usual_compute_ns(self) -> float | None:
-        """Return the median time of the story's other steps of about as many rows; None if there are few."""
-        rows = _rows_of(self.round)
+        """Return the median of the target's other steps of about as many rows here; None if there are few."""
+        one, rows = self.round, _rows_of(self.round)
         alike = [
             other.parts.compute_ns
             for other in self.story.rounds
-            if other is not self.round and _are_alike(rows, _rows_of(other))
+            if other is not one and other.target == one.target and _are_alike(rows, _rows_of(other))
         ]
         return median(alike) if len(alike) >= _FEW_STEPS else None
 

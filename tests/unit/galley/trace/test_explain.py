@@ -258,6 +258,15 @@ def test_a_step_is_compared_with_those_of_about_as_many_rows() -> None:
     )
 
 
+def test_a_step_is_compared_with_those_of_its_target() -> None:
+    def make(request: RequestMaker) -> None:
+        for _ in range(3):
+            request.round(compute=100, target=OTHER_TARGET_AT)
+        request.round(compute=300, target=OTHER_TARGET_AT)
+
+    assert "its step computed for 300 ms, usually 100: the machine was busy" in explained(make).sentence
+
+
 def test_a_step_of_more_rows_than_all_others_is_not_blamed_on_the_machine() -> None:
     result = explained(lambda r: r.round(compute=120, batch={"sessions": 2, "rows": 40}))
     assert "its step computed for 120 ms, and nothing else delayed it" in result.sentence
