@@ -52,9 +52,10 @@ def explain_round(story: Story, request: Request, one: Round) -> Explanation:
     case = Case(story, request, one, others if slow else Medians())
     times = ""
     if compared and others.felt_ns:
-        times = f" ({one.felt_ns / others.felt_ns:.1f} times the median of {ms(others.felt_ns)})"
+        of = "the recorded rounds, " if story.missing_rounds else ""
+        times = f" ({one.felt_ns / others.felt_ns:.1f} times the median of {of}{ms(others.felt_ns)})"
     sentence = f"{_head(case)}{times}: {cause_of(case)}."
-    if compared and not slow:
+    if compared and not slow and not story.missing_rounds:
         return Explanation(f"No round is much slower than the others; {sentence}", one)
     return Explanation(sentence[0].upper() + sentence[1:], one, is_slow=slow)
 
@@ -213,7 +214,7 @@ def moved(event: Event) -> str:
 
 
 def _gaps(story: Story) -> Iterator[str]:
-    if missing := sum(request.missing_rounds for request in story.requests):
+    if missing := story.missing_rounds:
         yield f"{count(missing, 'round')} of it {'is' if missing == 1 else 'are'} not in the trace."
     if story.cut:
         yield "The trace is too large: only part of its spans was read."

@@ -190,6 +190,10 @@ class Story:
         return tuple(one for request in self.requests for one in request.rounds)
 
     @property
+    def missing_rounds(self) -> int:
+        return sum(request.missing_rounds for request in self.requests)
+
+    @property
     def refusal(self) -> Request | None:
         """Return the call if it was refused before it had a session."""
         first = self.requests[0]

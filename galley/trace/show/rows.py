@@ -131,8 +131,7 @@ def figures(story: Story) -> Iterator[str]:
     working_ns = sum(request.duration_ns for request in story.requests) - first_token_ns
     if tokens > 1 and working_ns > 0:
         yield f"{ms(working_ns / (tokens - 1))} ms a token"
-    rounds = len(story.rounds) + sum(request.missing_rounds for request in story.requests)
-    yield count(rounds, "round")
+    yield count(len(story.rounds) + story.missing_rounds, "round")
     _, verified, accepted = drafts_of(story)
     yield f"{percent(accepted, verified)} accepted" if verified else "nothing verified"
 

@@ -323,6 +323,17 @@ def test_no_slow_round() -> None:
     assert "took 32.0 ms (1.1 times the median of 31.0): its step computed for 30.0 ms" in result.sentence
 
 
+def test_rounds_that_are_not_recorded_may_be_faster() -> None:
+    scene = Scene()
+    request = scene.request(attributes={names.ROUNDS: 200})
+    for _ in range(6):
+        request.round(compute=298)
+    request.round(compute=310).end()
+    sentence = explain(scene.story()).sentence
+    assert sentence.startswith("Round 6 (token 18,")
+    assert "took 312 ms (1.0 times the median of the recorded rounds, 301): its step computed" in sentence
+
+
 def test_single_round() -> None:
     scene = Scene()
     scene.request().round(draft=20, compute=90, kv_reused=99).end()
