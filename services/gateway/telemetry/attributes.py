@@ -99,7 +99,7 @@ def result_attributes(
     stats, answer = session.stats, session.answer
     attributes: dict[str, AnyValue] = {
         names.OUTPUT_TOKENS: session.logged_output,
-        names.CACHED_TOKENS: rounds.cached_tokens,
+        names.CACHED_TOKENS: min(stats.cached_tokens, len(session.spec.prompt)),
         names.ROUNDS: stats.rounds,
         names.DRAFTED: stats.drafted,
         names.VERIFIED: stats.verified,

@@ -201,7 +201,6 @@ class RoundSpans:
         self.slowest_ns = 0
         self.slowest_position = 0
         self.slowest_commit_ns = 0
-        self.cached_tokens = 0
         self._request = request
         self._options = options
         self._session = session
@@ -232,8 +231,6 @@ class RoundSpans:
         took_ns, verdict = done.ended_ns - done.started_ns, done.verdict
         if took_ns > self.slowest_ns or not self._index:
             self.slowest_ns, self.slowest_position = took_ns, verdict.position
-        if not self._index:
-            self.cached_tokens = verdict.kv_reused
         offset_ns = self._request.offset_ns
         start_ns = done.started_ns + offset_ns
         span = None

@@ -181,6 +181,16 @@ async def test_a_round_links_to_its_verify_batch(world: World, kept: KeptSpans) 
     assert attributes_of(request)[names.CACHED_TOKENS] == 5
 
 
+async def test_cached_tokens_are_at_most_the_prompt(world: World, kept: KeptSpans) -> None:
+    def cached(result: pb.VerifyResult) -> None:
+        result.kv_reused = 500
+
+    world.target.spoil = cached
+    await receive((await world.gateway_of(kept.parts())).generate())
+    [request] = await kept.requests()
+    assert attributes_of(request)[names.CACHED_TOKENS] == attributes_of(request)[names.INPUT_TOKENS] < 500
+
+
 CHAT = (Message("user", PROMPT),)
 
 
