@@ -49,7 +49,7 @@ from services.gateway.request.validate import (
     tenant_salt_for,
 )
 from services.gateway.session.runner import SessionRunner
-from services.gateway.session.streams import PreparedClaim, Pump, Streams
+from services.gateway.session.streams import LogStatistics, PreparedClaim, Pump, Streams
 from services.gateway.telemetry.observer import RequestObserver, RequestObservers
 
 if TYPE_CHECKING:
@@ -354,6 +354,15 @@ class Generation:
     async def answer_of(self, stored: StoredSession) -> tuple[Answer, Ending | None]:
         """Return the answer of a session that was read, and its end. Raise LogLost or Overloaded."""
         return await self.streams.answer_of(stored, caller())
+
+    async def statistics_of(
+        self, choices: Sequence[StoredSession]
+    ) -> tuple[SessionSpec, list[LogStatistics]]:
+        """Return the request of sessions that were read, the choices of one call, and what their logs say.
+
+        Raise LogLost or Overloaded.
+        """
+        return await self.streams.statistics_of(choices, caller())
 
     def answer(
         self, runner: SessionRunner, slot: AdmissionSlot, call: ClientCall, observer: RequestObserver

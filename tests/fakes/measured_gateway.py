@@ -9,7 +9,7 @@ from tests.fakes.turns import measure
 
 
 def main() -> None:
-    measure()
+    measure(threads=True)
     from galley.common.server.server import run_main  # noqa: PLC0415  # after what it imports was replaced
     from services.gateway.service import prepare  # noqa: PLC0415
     from services.gateway.settings import GatewaySettings  # noqa: PLC0415

@@ -11,9 +11,11 @@ import gc
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +33,9 @@ MOST_SLOWNESS = 3.0
 """Beyond that a machine says nothing of turns."""
 WORK = pb.TokenIds(ids=[1000 + index % 130_072 for index in range((1 << 18) - 100)]).SerializeToString()
 SHORT_NS = 1_000_000
+_TICK_S = 0.0005
+_SWITCH_S = 0.05
+"""A thread may keep the interpreter lock for ten times as long as usual, so its work is seen as one piece."""
 FILE = "GALLEY_TURNS"
 
 
@@ -41,6 +46,8 @@ class Turn:
     ms: float
     gc_ms: float
     name: str
+    in_thread: bool = False
+    """What held the interpreter lock, so that the event loop could not run, was another thread."""
 
     @property
     def own_ms(self) -> float:
@@ -62,11 +69,12 @@ class Turns:
         return [Turn(**json.loads(line)) for line in taken]
 
 
-def measure() -> None:
+def measure(*, threads: bool = False) -> None:
     """Measure all turns of this process from now on. Call it before anything imports uvloop.
 
     Without uvloop, whose turns cannot be measured, each turn that takes a millisecond of CPU time or more is
     appended to the file that GALLEY_TURNS names, as a line of JSON. A busy machine lengthens no turn.
+    With `threads`, so is what other threads do while they hold the interpreter lock.
     """
     sys.modules["uvloop"] = cast("Any", None)  # cannot be imported
     run, out = asyncio.Handle._run, os.open(os.environ[FILE], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -87,6 +95,40 @@ def measure() -> None:
 
     gc.callbacks.append(collecting)
     cast("Any", asyncio.Handle)._run = measured
+    if threads:
+        sys.setswitchinterval(_SWITCH_S)
+        threading.Thread(target=_watch_lock, args=(threading.get_ident(), out), daemon=True).start()
+
+
+def _watch_lock(loop: int, out: int) -> None:
+    """Note how long threads other than the `loop` hold the interpreter lock, as turns.
+
+    Compare their CPU times before and after a short sleep, which ends once this thread has the lock. Threads
+    that have released it use little more than the sleep is long. The time in which this thread waited for a
+    CPU does not count.
+    """
+    state, me = os.open("/proc/thread-self/schedstat", os.O_RDONLY), threading.get_ident()
+
+    def used_ns() -> dict[int, int]:
+        idents = [one.ident for one in threading.enumerate() if one.ident not in {None, loop, me}]
+        return {one: time.clock_gettime_ns(time.pthread_getcpuclockid(one)) for one in idents if one}
+
+    while True:
+        waited_ns = -int(os.pread(state, 64, 0).split()[1])
+        before = used_ns()
+        time.sleep(_TICK_S)
+        after = used_ns()
+        waited_ns += int(os.pread(state, 64, 0).split()[1])
+        took = {one: used - before.get(one, 0) for one, used in after.items()}
+        took_ns = sum(took.values()) - waited_ns
+        if took_ns >= SHORT_NS:
+            frame = sys._current_frames().get(max(took, key=took.__getitem__))
+            names: list[str] = []
+            while frame is not None and len(names) < 3:
+                names.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
+                frame = frame.f_back
+            turn = Turn(took_ns / 1e6, 0.0, f"before {' '.join(reversed(names))}", in_thread=True)
+            os.write(out, json.dumps(asdict(turn)).encode() + b"\n")
 
 
 def _name(handle: Any) -> str:
@@ -125,24 +167,25 @@ def slowness() -> float:
     return min(max(1.0, min(took_ns) / 1e6 / WORK_MS), MOST_SLOWNESS)
 
 
-def is_short(turn: Turn, slow: float = 1.0) -> bool:
-    return turn.own_ms <= MOST_MS * slow and turn.gc_ms <= MOST_GC_MS * slow
+def excess(turn: Turn, most_thread_ms: float = MOST_MS) -> float:
+    """Return how many times its bound a turn takes."""
+    most_ms = most_thread_ms if turn.in_thread else MOST_MS
+    return max(turn.own_ms / most_ms, turn.gc_ms / MOST_GC_MS)
 
 
-async def longest(turns: Turns, case: Callable[[], Awaitable[object]]) -> Turn:
-    turns.take()
-    async with asyncio.timeout(PATIENCE_S):
-        await case()
-    return max(turns.take(), key=lambda turn: turn.own_ms, default=Turn(0.0, 0.0, ""))
-
-
-async def too_long(turns: Turns, case: Callable[[], Awaitable[object]]) -> str:
+async def too_long(
+    turns: Turns, case: Callable[[], Awaitable[object]], most_thread_ms: float = MOST_MS
+) -> str:
     """Return a description of a turn of `case` if its longest is beyond the bounds in each try."""
     tried = ""
     for _ in range(TRIES):
-        turn = await longest(turns, case)
-        slow = 1.0 if is_short(turn) else slowness()
-        if is_short(turn, slow):
+        turns.take()
+        async with asyncio.timeout(PATIENCE_S):
+            await case()
+        of = partial(excess, most_thread_ms=most_thread_ms)
+        turn = max(turns.take(), key=of, default=Turn(0.0, 0.0, ""))
+        if of(turn) <= 1 or of(turn) <= (slow := slowness()):
             return ""
-        tried = f"{turn.ms:.1f} ms ({turn.gc_ms:.1f} garbage; bounds × {slow:.1f}) {turn.name}"
+        where = "in a thread " if turn.in_thread else ""
+        tried = f"{turn.ms:.1f} ms ({turn.gc_ms:.1f} garbage; bounds × {slow:.1f}) {where}{turn.name}"
     return tried

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import accumulate
 
 from galley.core.lookup.calibration import Calibration
@@ -25,8 +25,8 @@ _LONGEST = 16
 _AGREEING = (0, 1, 2, 3, 5, 9, 17)
 PRIOR = (0.8, 0.5, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97)
 STRENGTH = 10.0
-_COUNTED_SLICE, _SUMMED_SLICE = 2048, 16_384
-"""Tokens and buckets that are indexed in one step, in up to 1 ms."""
+_COUNTED_SLICE, _SUMMED_SLICE, _FOLLOWED_SLICE = 2048, 16_384, 64
+"""Tokens and buckets that are indexed, and output tokens that are followed, in one step of up to 1 ms."""
 _BUCKETS = 8
 """Most buckets for each token of a prediction: few tokens share one, and a short prediction has few."""
 
@@ -36,10 +36,14 @@ def prediction_calibration() -> Calibration:
     return Calibration(PRIOR, STRENGTH)
 
 
-def count_predicted(prediction: Sequence[int], output: Sequence[int]) -> tuple[int, int]:
-    """Return how many tokens of the prediction the output has, and how many it does not have."""
+def counting(prediction: Sequence[int], output: Sequence[int]) -> Generator[None, None, tuple[int, int]]:
+    """Return the steps that count the tokens of the prediction that the output has, and that it lacks."""
     lookup = PredictionLookup(prediction, prediction_calibration())
-    lookup.follow(output if prediction else ())
+    if prediction and output:
+        yield from lookup.index()
+        for at in range(0, len(output), _FOLLOWED_SLICE):
+            lookup.follow(output[at : at + _FOLLOWED_SLICE])
+            yield
     return lookup.counts
 
 

@@ -1,4 +1,4 @@
-"""Rebuild the answers of stored sessions, in slices, so that the event loop stays free for other calls."""
+"""Read the answers of stored sessions, in slices, so that the event loop stays free for other calls."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from itertools import islice
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
-from galley.core.answer.answer import Answer, SessionSpec, Steps, decoding, encoding, result_of
+from galley.core.answer.answer import Answer, SessionSpec, Steps, decoding, encoding
 from galley.core.errors import LogLost
+from galley.core.lookup.prediction import counting
 from galley.core.records import TokenRecord, decode_records
 from galley.core.store import StoredSession
 
 _T = TypeVar("_T")
+Entry: TypeAlias = tuple[int, TokenRecord]
+"""An output token of a log, with its record."""
 
 SPEC_FIELD = "spec"
 _PIECE_TOKENS = 32 * 1024
@@ -75,7 +78,32 @@ class Replays:
         await self._append(answer, further)
         return answer
 
-    async def _append(self, answer: Answer, entries: Iterable[tuple[int, TokenRecord]]) -> None:
+    async def count_drafted(self, stored: StoredSession) -> int:
+        """Return how many output tokens of a stored session a draft proposed. Raise LogLost."""
+        drafted = 0
+
+        def count(batch: Sequence[Entry]) -> None:
+            nonlocal drafted
+            drafted += sum(record.from_draft for _, record in batch)
+
+        output = stored.tokens[stored.prompt_len :]
+        await self._read(zip(output, decode_records(stored.meta), strict=True), count)
+        return drafted
+
+    async def count_predicted(self, stored: StoredSession, prediction: Sequence[int]) -> int:
+        """Return how many tokens of the prediction the output of a stored session has."""
+        accepted, _ = await _in_turns(counting(prediction, stored.tokens[stored.prompt_len :]), self._turn)
+        return accepted
+
+    async def _append(self, answer: Answer, entries: Iterable[Entry]) -> None:
+        def append(batch: Sequence[Entry]) -> None:
+            for token, record in batch:
+                answer.append(token, record)
+
+        await self._read(entries, append)
+
+    async def _read(self, entries: Iterable[Entry], take: Callable[[Sequence[Entry]], None]) -> None:
+        """Let `take` have the entries, in slices. Raise LogLost if they cannot be decoded."""
         entries = iter(entries)
         more = True
         while more:
@@ -84,8 +112,7 @@ class Replays:
                     batch = list(islice(entries, SLICE_TOKENS))
                 except ValueError as error:
                     raise LogLost("the stored session cannot be read") from error
-                for token, record in batch:
-                    answer.append(token, record)
+                take(batch)
                 more = len(batch) == SLICE_TOKENS
                 if more:
                     await asyncio.sleep(0)
@@ -102,18 +129,13 @@ async def _in_turns(steps: Steps[_T], turn: AbstractAsyncContextManager[object])
     """Take the steps in turns of their own, but the first at once."""
     try:
         next(steps)
-        async with turn:
-            while True:
+        while True:
+            async with turn:
                 await asyncio.sleep(0)
                 next(steps)
     except StopIteration as done:
         result: _T = done.value
         return result
-
-
-def stored_spec(stored: StoredSession) -> SessionSpec:
-    """Return the request of a stored session, at once. Raise LogLost if it cannot be read."""
-    return result_of(_decoding(stored))
 
 
 def _decoding(stored: StoredSession) -> Steps[SessionSpec]:

@@ -67,6 +67,18 @@ _OWNER_PAUSE_MS = 2_000
 
 
 @dataclass(frozen=True, slots=True)
+class LogStatistics:
+    """Count the tokens of a logged answer that a draft proposed, and those of the prediction that it has.
+
+    `ending` is None while it goes on.
+    """
+
+    ending: Ending | None
+    drafted: int
+    predicted: int
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedClaim:
     """A session that may be claimed: as it was read at `called_ns`, with at most `left` tokens to come."""
 
@@ -284,9 +296,31 @@ class Streams:
 
     async def answer_of(self, stored: StoredSession, principal: Principal) -> tuple[Answer, Ending | None]:
         """Return the answer of a session that was read, and its end. Charge its replay; raise Overloaded."""
-        self._budgets.check(principal)
-        self._budgets.add(principal, stored.prompt_len - len(stored.tokens))
+        self._charge_outputs([stored], principal)
         return await self._replays.replay(stored), _ending(stored)
+
+    async def statistics_of(
+        self, choices: Sequence[StoredSession], principal: Principal
+    ) -> tuple[SessionSpec, list[LogStatistics]]:
+        """Return the request of sessions that were read, the choices of one call, and what their logs say.
+
+        Charge their output; raise LogLost or Overloaded.
+        """
+        self._charge_outputs(choices, principal)
+        spec, replays = await self.spec_of(choices[0]), self._replays
+        return spec, [
+            LogStatistics(
+                _ending(one),
+                await replays.count_drafted(one),
+                await replays.count_predicted(one, spec.prediction),
+            )
+            for one in choices
+        ]
+
+    def _charge_outputs(self, read: Sequence[StoredSession], principal: Principal) -> None:
+        """Charge the output tokens that are read again, before they are read. Raise Overloaded."""
+        self._budgets.check(principal)
+        self._budgets.add(principal, sum(one.prompt_len - len(one.tokens) for one in read))
 
     def charge_audit(self, stored: StoredSession, principal: Principal) -> None:
         """Charge the tokens that an audit has a target read. Raise Overloaded."""

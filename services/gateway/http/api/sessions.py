@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import count
 from typing import Any
 
 from fastapi import Query
@@ -12,10 +12,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Send
 
-from galley.core.answer.answer import decode_ending
-from galley.core.errors import LogLost, UnknownSession
-from galley.core.lookup.prediction import count_predicted
-from galley.core.records import decode_records
+from galley.core.answer.answer import SessionSpec
+from galley.core.errors import UnknownSession
 from galley.core.store import StoredSession
 from services.gateway.http.api.answers import StreamedAnswers
 from services.gateway.http.api.choices import ChoiceRunner, Reader
@@ -27,7 +25,7 @@ from services.gateway.http.api.stream import AnswerEvents, EventStream
 from services.gateway.http.responses.record import stored_record
 from services.gateway.http.responses.writers import response_stream
 from services.gateway.http.transport.front import CALL
-from services.gateway.session.replay import stored_spec
+from services.gateway.session.streams import LogStatistics
 
 
 class Sessions:
@@ -73,8 +71,8 @@ class Sessions:
         for index in range(1, form.choices):
             with suppress(UnknownSession):
                 choices.append(await self._generation.read(choice_id(session_id, index), call))
-        # In a thread: the records of a long answer take longer to read than other streams should wait.
-        return JSONResponse(await asyncio.to_thread(self._describe, choices))
+        spec, statistics = await self._generation.statistics_of(choices)
+        return JSONResponse(self._describe(choices, spec, statistics))
 
     async def audit(
         self,
@@ -117,10 +115,11 @@ class Sessions:
                 await self._generation.abort(choice_id(session_id, index), call)
         return JSONResponse({"id": session_id, "object": "galley.session", "aborted": True})
 
-    def _describe(self, choices: list[StoredSession]) -> dict[str, Any]:
+    def _describe(
+        self, choices: Sequence[StoredSession], spec: SessionSpec, statistics: Sequence[LogStatistics]
+    ) -> dict[str, Any]:
         first = choices[0]
-        spec = stored_spec(first)
-        described = [_choice(index, one, spec.prediction) for index, one in enumerate(choices)]
+        described = [*map(_choice, count(), choices, statistics)]
         output = sum(one["completion_tokens"] for one in described)
         return {
             "id": first.ownership.session_id,
@@ -141,12 +140,8 @@ class Sessions:
         }
 
 
-def _choice(index: int, stored: StoredSession, prediction: Sequence[int]) -> dict[str, Any]:
-    try:
-        records = decode_records(stored.meta)
-        ending = decode_ending(stored.finish) if stored.state == "finished" else None
-    except (ValueError, KeyError, TypeError) as error:
-        raise LogLost("the stored session cannot be read") from error
+def _choice(index: int, stored: StoredSession, statistics: LogStatistics) -> dict[str, Any]:
+    ending = statistics.ending
     reason, matched = (None, None) if ending is None else finish_reason(ending)
     return {
         "index": index,
@@ -154,7 +149,7 @@ def _choice(index: int, stored: StoredSession, prediction: Sequence[int]) -> dic
         "finish_reason": reason,
         "stop_reason": matched,
         "completion_tokens": len(stored.tokens) - stored.prompt_len,
-        "accepted_draft_tokens": sum(record.from_draft for record in records),
-        "accepted_prediction_tokens": count_predicted(prediction, stored.tokens[stored.prompt_len :])[0],
+        "accepted_draft_tokens": statistics.drafted,
+        "accepted_prediction_tokens": statistics.predicted,
         "owner_epoch": stored.ownership.epoch,
     }

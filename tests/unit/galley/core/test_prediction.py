@@ -12,11 +12,12 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from galley.core.answer.answer import result_of
 from galley.core.lookup.calibration import Calibration
 from galley.core.lookup.prediction import (
     PRIOR,
     PredictionLookup,
-    count_predicted,
+    counting,
     prediction_calibration,
 )
 
@@ -34,6 +35,10 @@ def edge ( self ) :
 """
 CODE = TEXT.split()
 WORDS = {word: token for token, word in enumerate(dict.fromkeys(CODE))}
+
+
+def counted(prediction: list[int], output: list[int]) -> tuple[int, int]:
+    return result_of(counting(prediction, output))
 
 
 def ids(words: list[str]) -> list[int]:
@@ -127,7 +132,7 @@ def test_the_counts_are_a_function_of_the_tokens(prediction: list[int], output: 
     pieces.find([1, 2, 3], 5)
     pieces.follow(output[cut:])
     accepted, rejected = whole.counts
-    assert pieces.counts == (accepted, rejected) == count_predicted(prediction, output)
+    assert pieces.counts == (accepted, rejected) == counted(prediction, output)
     assert accepted <= len(output)
     assert accepted + rejected == len(prediction)
 
@@ -166,9 +171,15 @@ def test_a_short_prediction_of_a_large_vocabulary_is_indexed_in_few_steps_and_li
         assert tokens == (prediction[at + 1],)
 
 
+def test_a_long_prediction_and_output_are_compared_in_steps() -> None:
+    prediction = [1, 2] * 4096
+    steps = sum(1 for _ in counting(prediction, [3, 2, 1] * 1024))
+    assert steps >= 2 * 8192 // 2048 + 3072 // 64
+
+
 def test_an_answer_that_repeats_itself_has_the_prediction_once() -> None:
-    assert count_predicted([1, 2, 3], [1, 2, 3] * 4) == (3, 0)
-    assert count_predicted([1, 2, 3, 4], [2, 3] * 4) == (1, 3), "a 2 is not predicted, but its 3 is"
+    assert counted([1, 2, 3], [1, 2, 3] * 4) == (3, 0)
+    assert counted([1, 2, 3, 4], [2, 3] * 4) == (1, 3), "a 2 is not predicted, but its 3 is"
 
 
 def test_survival_is_measured() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,16 +13,17 @@ import pytest
 
 from galley.core.admission.admission import Principal, PrincipalLimits
 from galley.core.answer import answer as answer_module
-from galley.core.answer.answer import Answer, Ending, Reason, SessionSpec, encode_spec
+from galley.core.answer.answer import Answer, Ending, Reason, SessionSpec, encode_ending, encode_spec
 from galley.core.errors import LogLost, Overloaded
-from galley.core.records import TokenRecord, encode_records
+from galley.core.records import DRAFTED, NOT_DRAFTED, TokenRecord, decode_records, encode_records
 from galley.core.session.machine import SessionLimits
 from galley.core.store import NewSession, OwnerChanged, Ownership, StoredSession
 from services.gateway.clock import Timeouts
 from services.gateway.request.validate import ResumeSpec
+from services.gateway.session import replay
 from services.gateway.session.replay import SLICE_TOKENS, SPEC_FIELD
 from services.gateway.session.runner import Ports, SessionRunner
-from services.gateway.session.streams import Streams
+from services.gateway.session.streams import LogStatistics, Streams
 from tests.fakes import owners
 from tests.fakes.resumes import resumed
 from tests.fakes.session_ports import SPEC, ManualClock, NoDraft, PortTarget
@@ -46,9 +48,12 @@ class Replaying:
 
     def _decode(self, tokens: Sequence[int]) -> str:
         self.begun.set()
+        self.count()
+        return "x" * len(tokens)
+
+    def count(self) -> None:
         self.since += 1
         self.most = max(self.most, self.since)
-        return "x" * len(tokens)
 
     async def stored(self, session_id: str = "s", length: int = LONG, spec: SessionSpec = SPEC) -> Ownership:
         """Return the owner of a stored session with `length` output tokens."""
@@ -58,9 +63,9 @@ class Replaying:
         await self.add(owner, length)
         return owner
 
-    async def add(self, owner: Ownership, count: int) -> None:
+    async def add(self, owner: Ownership, count: int, record: TokenRecord = NOT_DRAFTED) -> None:
         log, tokens = self.store.log(owner.session_id), [5] * count
-        meta = encode_records([TokenRecord()] * count)
+        meta = encode_records([record] * count)
         await self.store.commit(owner, len(log), tokens, meta, owners.hashes_of(log, tokens))
 
     async def owner(self, session_id: str = "s") -> Ownership:
@@ -103,6 +108,61 @@ async def test_other_tasks_get_a_turn_after_each_slice(streams: int) -> None:
     assert [runner.session.answer.output_len for runner in runners] == [LONG] * streams
     assert world.turns >= streams * LONG // SLICE_TOKENS
     assert world.most <= DECODED_PER_TOKEN * SLICE_TOKENS, "however many are replayed at once"
+
+
+async def test_statistics_of_logs_are_read_in_slices_by_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In threads, the reading of several logs would hold the interpreter lock for all of its time."""
+    world, loop = Replaying(), threading.get_ident()
+    names = [f"s{index}" for index in range(5)]
+    for name in names:
+        await world.add(await world.stored(name), 3, DRAFTED)
+
+    def counted(meta: bytes) -> Iterator[TokenRecord]:
+        for record in decode_records(meta):
+            assert threading.get_ident() == loop
+            world.count()
+            yield record
+
+    monkeypatch.setattr(replay, "decode_records", counted)
+    stored = [await world.store.read(name, ME.name) for name in names]
+    ticking = asyncio.create_task(world.tick())
+    read = await asyncio.gather(*(world.streams.statistics_of([one, one], ME) for one in stored))
+    ticking.cancel()
+    for _, choices in read:
+        assert choices == [LogStatistics(None, drafted=3, predicted=0)] * 2
+    assert world.turns >= 2 * len(names) * LONG // SLICE_TOKENS
+    assert world.most <= SLICE_TOKENS, "however many are read at once"
+
+
+async def test_statistics_name_the_end_and_the_predicted_tokens() -> None:
+    world = Replaying()
+    owner = await world.stored(length=4, spec=replace(SPEC, prediction=(5, 5, 6)))
+    end = encode_ending(Ending(Reason.ABORTED))
+    await world.store.abort("s", ME.name, latest_ms=2**53, finish=end)
+    spec, [statistics] = await world.streams.statistics_of([await world.store.read("s", ME.name)], ME)
+    assert spec.session_id == owner.session_id
+    assert statistics == LogStatistics(Ending(Reason.ABORTED), drafted=0, predicted=2)
+
+
+async def test_statistics_are_charged_for_what_they_read() -> None:
+    world = Replaying()
+    await world.stored()
+    stored = await world.store.read("s", ME.name)
+    poor = replace(ME, limits=PrincipalLimits(tokens_per_s=1.0, burst_tokens=LONG))
+    await world.streams.statistics_of([stored, stored], poor)
+    with pytest.raises(Overloaded, match="no token budget left"):
+        await world.streams.statistics_of([stored], poor)
+
+
+async def test_statistics_of_an_unreadable_log_are_refused() -> None:
+    world = Replaying()
+    await world.stored(length=3)
+    stored = await world.store.read("s", ME.name)
+    for meta in (stored.meta[:-1], b"\x02"):
+        with pytest.raises(LogLost, match="cannot be read"):
+            await world.streams.statistics_of([replace(stored, meta=meta)], ME)
 
 
 @pytest.mark.parametrize("is_new", [False, True])
