@@ -5,18 +5,16 @@ Those of a whole answer are built and encoded in slices, between which other cal
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from galley.core.records import PositionLogprobs
 from services.gateway.generation import ServedModel
-from services.gateway.http.transport.encoding import to_json
+from services.gateway.http.transport.encoding import in_slices, to_json
 
 TokenBytes = Callable[[int], bytes]
 SLICE_TOKENS = 16
 """Tokens of a slice: about 1 ms, if each has 20 logprobs."""
-_T = TypeVar("_T")
 
 
 async def chat_logprobs_json(
@@ -27,7 +25,7 @@ async def chat_logprobs_json(
     def entries(at: slice) -> bytes:
         return to_json(chat_logprobs(tokens[at], logprobs[at], model.tokenizer.token_bytes))[1:-1]
 
-    return b"[%b]" % b",".join(await _in_slices(len(tokens), entries, model.turn))
+    return b"[%b]" % b",".join(await in_slices(len(tokens), SLICE_TOKENS, entries, model.turn))
 
 
 async def completion_logprobs_json(
@@ -42,19 +40,9 @@ async def completion_logprobs_json(
         offset += sum(map(len, part["tokens"]))
         return {name: to_json(entries)[1:-1] for name, entries in part.items()}
 
-    parts = await _in_slices(len(tokens), lists, model.turn)
+    parts = await in_slices(len(tokens), SLICE_TOKENS, lists, model.turn)
     joined = (b'"%b":[%b]' % (name.encode(), b",".join(one[name] for one in parts)) for name in parts[0])
     return b"{%b}" % b",".join(joined)
-
-
-async def _in_slices(length: int, work: Callable[[slice], _T], turn: asyncio.Lock) -> list[_T]:
-    """Return what `work` returns for each slice; of an empty sequence, for one empty slice."""
-    done = []
-    for at in range(0, max(1, length), SLICE_TOKENS):
-        async with turn:
-            done.append(work(slice(at, at + SLICE_TOKENS)))
-            await asyncio.sleep(0)
-    return done
 
 
 def chat_logprobs(

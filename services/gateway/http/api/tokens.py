@@ -65,8 +65,8 @@ class Tokens:
                 raise
             self._generation.streams.charge(slot, len(ids))
         head = to_json({"count": len(ids), "max_model_len": model.info.context_window})[:-1]
-        texts = await list_json(ids, self._text) if body.return_token_strs else b"null"
-        content = b'%b,"tokens":%b,"token_strs":%b}' % (head, await list_json(ids, int), texts)
+        texts = await list_json(ids, self._text, model.turn) if body.return_token_strs else b"null"
+        content = b'%b,"tokens":%b,"token_strs":%b}' % (head, await list_json(ids, int, model.turn), texts)
         return Response(content, headers=headers, media_type="application/json")
 
     def _text(self, token: int) -> str:

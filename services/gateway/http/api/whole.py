@@ -15,7 +15,9 @@ from services.gateway.http.api.identity import Identity, finish_reason
 from services.gateway.http.api.logprobs import chat_logprobs_json, completion_logprobs_json
 from services.gateway.http.api.usage import metrics, usage
 from services.gateway.http.tools.output import OutputReader
-from services.gateway.http.transport.encoding import to_json, with_json
+from services.gateway.http.transport.encoding import list_json, to_json, tokens_json, with_json
+
+_PIECE_ROUNDS = 64
 
 
 class WholeAnswers:
@@ -77,11 +79,12 @@ class WholeAnswers:
         if (ending := self._endings[index]) is not None:
             reason, matched = finish_reason(ending, has_calls=has_calls)
             fields |= {"finish_reason": reason, "stop_reason": matched}
+        lists: dict[str, bytes] = {}
         if self._form.token_ids:
-            fields |= {"token_ids": self._tokens[index], "from_draft": self._drafted[index]}
+            lists |= await tokens_json(self._tokens[index], self._drafted[index], bool, self._model.turn)
         if self._form.rounds:
-            fields["rounds"] = self._rounds[index]
-        return with_json(fields, "logprobs", await self._logprobs_of(index))
+            lists["rounds"] = await list_json(self._rounds[index], dict, self._model.turn, _PIECE_ROUNDS)
+        return with_json(fields, "logprobs", await self._logprobs_of(index), lists)
 
     def _text(self, index: int) -> str:
         return "".join(self._texts[index])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 from galley.core.answer.answer import Answer, Ending, Reason
@@ -15,7 +16,7 @@ from services.gateway.http.api.logprobs import chat_logprobs_json
 from services.gateway.http.api.usage import metrics, usage
 from services.gateway.http.responses.items import PartsReader
 from services.gateway.http.responses.record import Call, Record, Turn
-from services.gateway.http.transport.encoding import with_json
+from services.gateway.http.transport.encoding import tokens_json, with_json
 
 PREFIX = "resp_"
 _SECOND = 1_000_000_000
@@ -37,6 +38,8 @@ class ResponseObjects:
     ending: Ending | None = None
     session: Session | None = None
     reasoning_tokens: int = 0
+    lists: Mapping[str, bytes] = field(default_factory=dict)
+    """The JSON of the lists that `with_lists` adds."""
 
     @property
     def status(self) -> str:
@@ -55,12 +58,21 @@ class ResponseObjects:
     def text(self) -> str:
         return "".join(self.answer.texts(0, self.output_len))
 
+    async def with_lists(self) -> ResponseObjects:
+        """Return the objects of a response with its output, whose token ids are encoded in slices."""
+        if not self.form.token_ids:
+            return self
+        tokens, records = self.answer.output[: self.output_len], self.answer.records[: self.output_len]
+        lists = await tokens_json(tokens, records, attrgetter("from_draft"), self.model.turn)
+        return replace(self, lists=lists)
+
     async def whole(self) -> bytes:
         """Return the response, with its output as far as it goes."""
+        objects = await self.with_lists()
         if not self.form.has_parts:
-            return self.response(self.message(self.part(await self.logprobs())))
+            return objects.response(self.message(self.part(await self.logprobs())))
         reader = await self._read()
-        return replace(self, reasoning_tokens=reader.reasoning_tokens).response(await reader.items_json())
+        return replace(objects, reasoning_tokens=reader.reasoning_tokens).response(await reader.items_json())
 
     async def turn(self) -> Turn:
         """Return the answer as a turn of the conversation that goes on."""
@@ -111,11 +123,8 @@ class ResponseObjects:
             "stop_reason": None if ending is None else ending.matched,
             "system_fingerprint": answer.fingerprint or self.model.info.fingerprint,
         }
-        if output is not None and self.form.token_ids:
-            records = answer.records[: self.output_len]
-            fields["token_ids"] = answer.output[: self.output_len]
-            fields["from_draft"] = [record.from_draft for record in records]
-        return with_json(fields, "output", b"[%b]" % (output or b""))
+        lists = {} if output is None else self.lists
+        return with_json(fields, "output", b"[%b]" % (output or b""), lists)
 
     def message(self, part: bytes = b"") -> bytes:
         fields = {

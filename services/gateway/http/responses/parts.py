@@ -100,7 +100,7 @@ class PartsStream(ResponseEvents):
         written: list[_Written] = []
         self._add(written, [*self._parts.finish(), *self._parts.close(objects.item_status)])
         await self._write(written)
-        objects = replace(objects, reasoning_tokens=self._parts.reasoning_tokens)
+        objects = await replace(objects, reasoning_tokens=self._parts.reasoning_tokens).with_lists()
         last = "response.completed" if objects.status == "completed" else "response.incomplete"
         fields = {"type": last, "sequence_number": self.next_number, **self._take_tokens()}
         response = objects.response(await self._parts.items_json())

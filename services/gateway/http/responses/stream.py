@@ -120,7 +120,7 @@ class ResponseStream(ResponseEvents):
     async def end(self, choice: Choice, answer: AnswerStream) -> None:
         choice.end()
         if answer.ending is not None:
-            self._objects = replace(self._objects, ending=answer.ending)
+            self._objects = await replace(self._objects, ending=answer.ending).with_lists()
             await self._close(choice.position, await self._objects.logprobs())
 
     def _opening(self) -> Iterator[bytes]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
-_PIECE = 512
+_PIECE, _PIECE_TOKENS = 512, 4096
+_NO_JSON: Mapping[str, bytes] = MappingProxyType({})
 
 to_text = json.JSONEncoder(separators=(",", ":")).encode
 to_unicode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
@@ -19,15 +21,43 @@ def to_json(value: object) -> bytes:
     return to_text(value).encode()
 
 
-def with_json(fields: Mapping[str, Any], name: str, value: bytes) -> bytes:
-    """Return the JSON of an object of `fields` and one more, whose value is JSON already."""
-    return b'%b,"%b":%b}' % (to_json(fields)[:-1], name.encode(), value)
+def with_json(
+    fields: Mapping[str, Any], name: str, value: bytes, more: Mapping[str, bytes] = _NO_JSON
+) -> bytes:
+    """Return the JSON of an object of `fields`, one more and `more`, whose values are JSON already."""
+    added = b"".join(b',"%b":%b' % (key.encode(), data) for key, data in {name: value, **more}.items())
+    return b"%b%b}" % (to_json(fields)[:-1], added)
 
 
-async def list_json(values: Sequence[_T], entry: Callable[[_T], object]) -> bytes:
-    """Return the list of the `entry` of each value, made in pieces of some milliseconds or less."""
-    pieces = []
-    for at in range(0, len(values), _PIECE):
-        pieces.append(to_json([entry(value) for value in values[at : at + _PIECE]])[1:-1])
-        await asyncio.sleep(0)
-    return b"[%b]" % b",".join(pieces)
+async def list_json(
+    values: Sequence[_T], entry: Callable[[_T], object], turn: asyncio.Lock, size: int = _PIECE
+) -> bytes:
+    """Return the list of the `entry` of each value, made in slices of `size`, of about 1 ms or less."""
+
+    def entries(at: slice) -> bytes:
+        return to_json([entry(value) for value in values[at]])[1:-1]
+
+    return b"[%b]" % b",".join(await in_slices(len(values), size, entries, turn))
+
+
+async def tokens_json(
+    tokens: Sequence[int], records: Sequence[_T], is_drafted: Callable[[_T], bool], turn: asyncio.Lock
+) -> dict[str, bytes]:
+    """Return the JSON of what `return_token_ids` asks for, made in slices."""
+    return {
+        "token_ids": await list_json(tokens, int, turn, _PIECE_TOKENS),
+        "from_draft": await list_json(records, is_drafted, turn, _PIECE_TOKENS),
+    }
+
+
+async def in_slices(length: int, size: int, work: Callable[[slice], _T], turn: asyncio.Lock) -> list[_T]:
+    """Return what `work` returns for each slice; of an empty sequence, for one empty slice.
+
+    Others get a turn after each slice, and all who share the lock `turn` take one at a time.
+    """
+    done = []
+    for at in range(0, max(1, length), size):
+        async with turn:
+            done.append(work(slice(at, at + size)))
+            await asyncio.sleep(0)
+    return done
