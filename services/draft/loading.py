@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 from galley.common.draft_loading import draft_version
 from galley.common.host import this_host
 from galley.common.logs import get_logger
-from galley.common.models.files import CONFIGS, DRAFT_SECTION, end_token_ids, token_table, tokenizer_hash
+from galley.common.models.files import (
+    CONFIGS,
+    DRAFT_SECTION,
+    end_token_ids,
+    foreign_file,
+    token_table,
+    tokenizer_hash,
+)
 from galley.common.models.grammars import ReplicaGrammars, load_grammars
 from galley.common.models.hub import local_directory
 from galley.common.server.process import limit_threads, report_memory
@@ -135,7 +142,11 @@ def draft_grammars(settings: DraftSettings, vocab_size: int) -> ReplicaGrammars 
 
 def _tokenizer_directory(settings: DraftSettings) -> Path:
     if settings.model is None:
-        return local_directory(str(settings.tokenizer), (_TOKENIZER, *CONFIGS))
+        files = (_TOKENIZER, *CONFIGS)
+        directory = local_directory(str(settings.tokenizer), files)
+        if (reason := foreign_file(directory, files)) is not None:
+            raise UnsupportedModel(reason)
+        return directory
     from galley.engine.load.resolve import resolve_model  # noqa: PLC0415  # imports torch
 
     own = resolve_model(settings.model)

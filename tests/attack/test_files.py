@@ -1,4 +1,4 @@
-"""A FIFO in place of any file that a setting names, and mounts that hang: who waits, and for how long."""
+"""A FIFO in place of any file that a setting leads to, and mounts that hang: who waits, and for how long."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from typing import Any
 
 import pytest
 
+from galley.common.models.files import CONFIGS
 from galley.common.server.server import Parts, start_server
 from galley.common.tls.files import CHECK_INTERVAL_S
 from services.draft.__main__ import build as build_draft
 from services.draft.settings import DraftSettings
 from services.gateway.service import prepare
 from services.gateway.settings import GatewaySettings
-from services.target.settings import TargetSettings
+from services.target.engine.vllm.adapters import read_adapters
+from services.target.settings import TargetSettings, parse_adapters
 from tests.attack.stack import Attacked, undisturbed, unharmed
 from tests.fakes import tokenizer_files
 from tests.fakes.certificates import Authority, mounted
@@ -37,14 +39,21 @@ GATEWAY = (
 DRAFT = (*TLS, "redis_url_file", "redis_ca", "tokenizer")
 KEYS = f'[[keys]]\nprincipal = "p"\nsha256 = "{"0" * 64}"\n'
 REFUSED = re.compile(r"/fifos/tokenizer\.json: must be a (regular file|file or a directory)")
-BEYOND_SUFFIX = {"redis_ca", "model", "tokenizer"}
-"""Files that are named by a URL or by a setting of another name."""
+NAMES_A_DIRECTORY = re.compile(r"hub id|=DIRECTORY")
+"""What the description of such a setting has."""
+RESOLVED = {"target_model"}
+"""Checked as the model of a target is (tests/integration/galley/engine/test_loading.py)."""
 
 
-def test_every_setting_that_names_a_file_is_attacked() -> None:
+def test_every_setting_that_names_a_file_or_directory_is_attacked() -> None:
     kinds = (GatewaySettings, DraftSettings, TargetSettings)
-    named = {name for kind in kinds for name in kind.model_fields if name.endswith("_file")}
-    assert named == {*GATEWAY, *DRAFT} - BEYOND_SUFFIX
+    named = {
+        name
+        for kind in kinds
+        for name, field in kind.model_fields.items()
+        if name.endswith("_file") or NAMES_A_DIRECTORY.search(field.description or "")
+    }
+    assert named == {*GATEWAY, *DRAFT, "lora_adapters"} - {"redis_ca"} | RESOLVED
 
 
 @pytest.fixture
@@ -117,15 +126,19 @@ def write_into(fifo: Path) -> None:
     os.close(os.open(fifo, os.O_RDWR | os.O_NONBLOCK))
 
 
-@pytest.fixture
-def fifo(tmp_path: Path) -> Path:
-    directory = tmp_path / "fifos"
+def fifo_among(directory: Path, name: str) -> Path:
+    """Return a FIFO among the files of a tokenizer."""
     directory.mkdir()
     tokenizer_files.write(directory)
-    path = directory / "tokenizer.json"
-    path.unlink()
+    path = directory / name
+    path.unlink(missing_ok=True)
     os.mkfifo(path)
     return path
+
+
+@pytest.fixture
+def fifo(tmp_path: Path) -> Path:
+    return fifo_among(tmp_path / "fifos", "tokenizer.json")
 
 
 @pytest.mark.parametrize("name", GATEWAY)
@@ -140,6 +153,27 @@ def test_a_gateway_waits_for_no_fifo(files: dict[str, str], fifo: Path, name: st
 def test_a_draft_waits_for_no_fifo(files: dict[str, str], fifo: Path, name: str) -> None:
     values = values_with(files, DRAFT, name, fifo)
     assert REFUSED.search(outcome(lambda: start_draft(values), lambda: write_into(fifo)))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_draft_waits_for_no_fifo_beside_its_tokenizer(tmp_path: Path, name: str) -> None:
+    fifo = fifo_among(tmp_path / "fifos", name)
+    error = outcome(lambda: start_draft({"tokenizer": str(fifo.parent)}), lambda: write_into(fifo))
+    assert f"{fifo}: must be a file" in error
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_target_waits_for_no_fifo_of_an_adapter(tmp_path: Path, name: str) -> None:
+    fifo = tmp_path / name
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
+    fifo.unlink(missing_ok=True)
+    os.mkfifo(fifo)
+
+    async def read() -> None:
+        read_adapters(parse_adapters(f"sql={tmp_path}"))
+
+    error = outcome(read, lambda: write_into(fifo))
+    assert f"lora_adapters: sql: {fifo}: must be a file" in error
 
 
 async def test_a_fifo_in_place_of_the_keys_blocks_no_other(stack: Attacked) -> None:

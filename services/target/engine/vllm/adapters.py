@@ -9,6 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from galley.common.models.files import MODEL_FILES, foreign_file
 from galley.core.errors import UnsupportedModel
 from galley.engine.load.support import file_digest
 
@@ -41,6 +42,8 @@ def read_adapters(directories: Mapping[str, Path]) -> Adapters:
     """Check the files of each adapter, and hash them; blocks. Raise UnsupportedModel."""
     digest, rank = blake2b(digest_size=16), 0
     for name, directory in sorted(directories.items()):
+        if (reason := foreign_file(directory, MODEL_FILES)) is not None:
+            raise UnsupportedModel(f"lora_adapters: {name}: {reason}")
         config = _config(name, directory)
         rank = max(rank, _rank(name, config))
         weights = directory / _WEIGHTS

@@ -123,3 +123,13 @@ def test_a_missing_or_damaged_file_is_refused_by_name(tmp_path: Path) -> None:
         read_adapters({"sql": directory})
     with pytest.raises(UnsupportedModel, match=r"adapter_config\.json must be readable JSON: .*No such file"):
         read_adapters({"sql": tmp_path / "nowhere"})
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"])
+def test_a_link_that_leads_out_is_refused(tmp_path: Path, name: str) -> None:
+    directory, elsewhere = save(tmp_path / "a"), tmp_path / "elsewhere"
+    elsewhere.write_text('{"peft_type": "LORA", "r": 4}')
+    (directory / name).unlink(missing_ok=True)
+    (directory / name).symlink_to(elsewhere)
+    with pytest.raises(UnsupportedModel, match=f"lora_adapters: sql: .*{name}: is a link that leads out"):
+        read_adapters({"sql": directory})
