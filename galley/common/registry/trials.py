@@ -7,8 +7,9 @@ Keys (they share a hash tag, so that a cluster keeps them together):
                                               without a version's name, those of all that no split names
     galley:drafts:{<pool>}:history            list: the changes as JSON, the latest first
 
-A change is a compare-and-set of the state's epoch. Counts belong to a trial: what a gateway adds for an
-earlier one is dropped.
+A change is a compare-and-set of the state's epoch. It has a latest time on the server's clock, so one that
+the network delivers after its caller gave up changes nothing. Counts belong to a trial: what a gateway adds
+for an earlier one is dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, cast, get_args
 
 from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, RedisCalls, script_of
 from galley.common.registry.leases import DEFAULT_POOL
-from galley.core.errors import Broken
+from galley.core.errors import Broken, StoreUnavailable
 from galley.core.versions import state as versions
 from galley.core.versions.counts import FIELDS, FLOATS, VersionCounts
 from galley.core.versions.rule import DEFAULT_TRIAL_TOKENS
@@ -31,22 +32,24 @@ from galley.core.versions.state import Change, VersionEvent, VersionState
 MAX_HISTORY = 200
 _COUNTS_TTL_S = 90 * 24 * 3600
 _ATTEMPTS = 16
+_LATE = -1
 
 _EVENT_FIELDS = frozenset(field.name for field in fields(VersionEvent))
 
-# KEYS: state, history, then counts to reset. ARGV: expected epoch, new epoch, most events, the event as JSON,
-# then name, value of each field of the state. Returns 1, or 0 if the epoch is another. Counts are reset
-# where a trial begins; other changes keep its time.
+# KEYS: state, history, then counts to reset. ARGV: latest time in ms, expected epoch, new epoch, most events,
+# the event as JSON, then name, value of each field of the state. Returns 1, 0 if the epoch is another, or -1
+# from the latest time on. Counts are reset where a trial begins; other changes keep its time.
 _CHANGE = script_of("""
-if (redis.call('HGET', KEYS[1], 'epoch') or '0') ~= ARGV[1] then return 0 end
 local now = redis.call('TIME')
 local at = string.format('%.0f', now[1] * 1000 + math.floor(now[2] / 1000))
+if tonumber(at) >= tonumber(ARGV[1]) then return -1 end
+if (redis.call('HGET', KEYS[1], 'epoch') or '0') ~= ARGV[2] then return 0 end
 local since = #KEYS == 2 and redis.call('HGET', KEYS[1], 'since_ms') or at
 redis.call('DEL', KEYS[1])
-redis.call('HSET', KEYS[1], 'epoch', ARGV[2], 'since_ms', since, unpack(ARGV, 5))
+redis.call('HSET', KEYS[1], 'epoch', ARGV[3], 'since_ms', since, unpack(ARGV, 6))
 redis.call('LPUSH', KEYS[2],
-  '{"at_ms": ' .. at .. ', "epoch": ' .. ARGV[2] .. ', ' .. string.sub(ARGV[4], 2))
-redis.call('LTRIM', KEYS[2], 0, ARGV[3] - 1)
+  '{"at_ms": ' .. at .. ', "epoch": ' .. ARGV[3] .. ', ' .. string.sub(ARGV[5], 2))
+redis.call('LTRIM', KEYS[2], 0, ARGV[4] - 1)
 for at = 3, #KEYS do redis.call('DEL', KEYS[at]) end
 return 1
 """)
@@ -77,6 +80,7 @@ class DraftVersions:
         call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
     ) -> None:
         self._calls = RedisCalls(url, call_timeout_s=call_timeout_s, max_connections=1)
+        self._call_ms = int(call_timeout_s * 1000)
         self._key = f"galley:drafts:{{{pool_name}}}"
 
     async def read(self) -> VersionState:
@@ -86,6 +90,7 @@ class DraftVersions:
     async def change(self, expected_epoch: int, new: VersionState, event: VersionEvent) -> bool:
         """Replace the state of `expected_epoch`, and note the event. Return False if it has changed since.
 
+        Without a reply, the call fails after `call_timeout_s` or later; from then on it changes nothing.
         A state that begins a trial resets the counts of both its versions, and of all that it does not name:
         they are the stable ones once a drain in mid-trial leaves none by name.
         """
@@ -94,7 +99,12 @@ class DraftVersions:
         keys = (self._key, self._history_key, *(resets if new.trial == new.epoch else ()))
         noted = json.dumps({k: v for k, v in asdict(event).items() if k not in {"at_ms", "epoch"}})
         flat = [part for pair in _encode(new).items() for part in pair]
-        changed = await self._calls.run(_CHANGE, keys, expected_epoch, new.epoch, MAX_HISTORY, noted, *flat)
+        latest_ms = await self._latest_ms()
+        changed = await self._calls.run(
+            _CHANGE, keys, latest_ms, expected_epoch, new.epoch, MAX_HISTORY, noted, *flat
+        )
+        if changed == _LATE:
+            raise StoreUnavailable("the session store is unavailable", "a call reached it too late")
         return changed == 1
 
     async def add(self, version: str, counts: VersionCounts, trial: int) -> bool:
@@ -163,6 +173,11 @@ class DraftVersions:
             if await self.change(state.epoch, new, event):
                 return new
         raise Broken("the state of the drafts' versions changes all the time")
+
+    async def _latest_ms(self) -> int:
+        """Return the server's time, in ms, from which on a call that is made now is late."""
+        seconds, microseconds = cast("tuple[bytes, bytes]", await self._calls.command("TIME", key=self._key))
+        return int(seconds) * 1000 + int(microseconds) // 1000 + self._call_ms
 
     async def _hash(self, key: str) -> dict[str, bytes]:
         flat = cast("list[bytes]", await self._calls.command("HGETALL", key, key=key))

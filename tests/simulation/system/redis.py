@@ -445,7 +445,14 @@ class SimVersions:
         return await self._call(self._redis.versions.read)
 
     async def change(self, expected_epoch: int, new: VersionState, event: VersionEvent) -> bool:
-        return await self._call(lambda: self._redis.versions.change(expected_epoch, new, event))
+        latest_ms = self._now_ms() + round(1000 * self._redis.timing.call_s)
+
+        def change() -> Coroutine[Any, Any, bool]:
+            if self._now_ms() >= latest_ms:
+                raise StoreUnavailable("the session store is unavailable", "a call reached it too late")
+            return self._redis.versions.change(expected_epoch, new, event)
+
+        return await self._call(change)
 
     async def add(self, version: str, counts: VersionCounts, trial: int) -> bool:
         return await self._call(lambda: self._redis.versions.add(version, counts, trial))
@@ -455,6 +462,9 @@ class SimVersions:
 
     async def close(self) -> None:
         pass
+
+    def _now_ms(self) -> int:
+        return at_once(self._redis.sessions.now_ms(""))
 
     async def _call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return await self._redis.call(self._caller, lambda: at_once(work()), repeats=False)

@@ -15,8 +15,11 @@ from galley.core.versions import state as versions
 from galley.core.versions.counts import VersionCounts, session_counts
 from galley.core.versions.split import Split
 from galley.core.versions.state import VersionState
+from tests.fakes.link import Link
 from tests.fakes.redis_clusters import Cluster
 from tests.fakes.redis_servers import VALKEY, Server, running
+from tests.fakes.relay import Relay
+from tests.fakes.waiting import PATIENCE_S
 
 COUNTS = session_counts(
     output_tokens=100,
@@ -209,3 +212,46 @@ async def test_a_redis_that_is_away_is_said_so() -> None:
         server.start()
         assert (await drafts.read()).split.drained == {"bad"}
         await drafts.close()
+
+
+LONG_REQUEST = 350
+"""Bytes that only a change takes."""
+
+
+class ChangesHeld(Link):
+    """A link that holds changes on their way to the server while `holds`."""
+
+    holds = False
+
+    def sending_s(self, size: int) -> float:
+        if self.holds and size > LONG_REQUEST:
+            self.cut(responses=False)
+        return super().sending_s(size)
+
+
+async def scripts_run(server: Server) -> int:
+    stats = await server.command("INFO", "commandstats")
+    return int(stats["cmdstat_evalsha"]["calls"])
+
+
+async def test_a_change_that_arrives_after_its_caller_gave_up_does_nothing() -> None:
+    link = ChangesHeld()
+    with running(VALKEY) as server:
+        async with Relay(server.url.removeprefix("unix://"), link) as relay:
+            drafts = DraftVersions(f"redis://{relay.address}", call_timeout_s=1)
+            before = await drafts.try_version("new", 0.1)
+            run_before = await scripts_run(server)
+
+            link.holds = True
+            with pytest.raises(StoreUnavailable):
+                await drafts.promote("new")
+            link.holds = False
+            link.mend()
+            async with asyncio.timeout(PATIENCE_S):
+                while await scripts_run(server) == run_before:
+                    pass
+
+            state = await drafts.read()
+            assert (state.epoch, state.split) == (before.epoch, before.split)
+            await drafts.promote("new")
+            await drafts.close()
