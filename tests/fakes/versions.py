@@ -40,7 +40,7 @@ class MemoryVersions:
 
     async def add(self, version: str, counts: VersionCounts, trial: int) -> bool:
         self._call("add")
-        if trial != self.state.trial:
+        if not self.state.epoch or trial != self.state.trial:
             return False
         self.sums[version] = self.sums.get(version, VersionCounts()) + counts
         return True
