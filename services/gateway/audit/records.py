@@ -4,8 +4,8 @@ Keys (those of a pool share a hash tag):
 
     galley:audit:{<pool>}                    hash: the totals, one field for each of AuditCounts
     galley:audit:{<pool>}:incidents          list of JSON objects, the latest first; kept for 90 days
-    galley:audit:{<pool>}:turn:<address>     exists while a target computes for an audit, and for so long
-                                             afterwards that audits take a small share of its time
+    galley:audit:{<pool>}:turn:<address>     string: the nonce of a turn while a target computes for an audit,
+                                             then empty for so long that audits take a small share of its time
 
 They hold no text and no token ids.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import secrets
 from typing import Any, cast
 
 from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, RedisCalls, script_of
@@ -27,6 +28,7 @@ MAX_INCIDENTS = 100
 _INCIDENTS_MS = 90 * 24 * 3600 * 1000
 _TURN_S = 150
 """Time after which the turn of a gateway ends that has died; longer than any request."""
+_NONCE_BYTES = 8
 _FIELDS = tuple(item.name for item in dataclasses.fields(AuditCounts))
 
 # KEYS: totals, incidents. ARGV: an incident or "", most incidents, for how many ms, then name, value of each
@@ -38,6 +40,22 @@ if ARGV[1] ~= '' then
   redis.call('LTRIM', KEYS[2], 0, ARGV[2] - 1)
   redis.call('PEXPIRE', KEYS[2], ARGV[3])
 end
+return redis.status_reply('OK')
+""")
+
+# KEYS: the turn. ARGV: nonce, longest turn in ms. Returns 0, or in how many ms to try again. A call with the
+# same nonce repeats one whose response was lost.
+_BEGIN = script_of("""
+local held = redis.call('GET', KEYS[1])
+if held and held ~= ARGV[1] then return math.max(1, redis.call('PTTL', KEYS[1])) end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 0
+""")
+
+# KEYS: the turn. ARGV: nonce, rest in ms. Changes nothing if the turn, or a later rest, is another gateway's.
+_END = script_of("""
+local held = redis.call('GET', KEYS[1])
+if not held or held == ARGV[1] then redis.call('SET', KEYS[1], '', 'PX', ARGV[2]) end
 return redis.status_reply('OK')
 """)
 
@@ -70,6 +88,8 @@ class AuditRecords:
         self._calls = RedisCalls(url, call_timeout_s=call_timeout_s, max_connections=2)
         self._totals = f"galley:audit:{{{pool_name}}}"
         self._incidents = f"{self._totals}:incidents"
+        self._nonce = secrets.token_hex(_NONCE_BYTES)
+        """That of the present turn, or the next one: a gateway audits at one target at a time."""
 
     async def add(self, report: AuditReport, now_ms: int) -> None:
         """Add a report to the totals, and to the incidents if it is one. `now_ms` is a Unix time."""
@@ -93,16 +113,16 @@ class AuditRecords:
         return [json.loads(entry) for entry in cast("list[bytes]", reply)]
 
     async def begin_turn(self, address: str) -> int:
-        """Take the turn to audit at a target. Return 0, or in how many ms to try again."""
-        key = self._turn(address)
-        if await self._calls.command("SET", key, "", "NX", "PX", _TURN_S * 1000, key=key) is not None:
-            return 0
-        return max(1, cast("int", await self._calls.command("PTTL", key, key=key)))
+        """Take the turn to audit at a target, or keep it. Return 0, or in how many ms to try again."""
+        return cast("int", await self._calls.run(_BEGIN, [self._turn(address)], self._nonce, _TURN_S * 1000))
 
     async def end_turn(self, address: str, compute_ns: int) -> None:
-        """End the turn: the target computed for so long, so no gateway audits there for much longer."""
-        key = self._turn(address)
-        await self._calls.command("SET", key, "", "PX", rest_ms(compute_ns), key=key)
+        """End the turn: the target computed for so long, so no gateway audits there for much longer.
+
+        A turn that has ended in the store ends none of another gateway.
+        """
+        nonce, self._nonce = self._nonce, secrets.token_hex(_NONCE_BYTES)
+        await self._calls.run(_END, [self._turn(address)], nonce, rest_ms(compute_ns))
 
     async def close(self) -> None:
         await self._calls.close()

@@ -7,6 +7,7 @@ delay or repeat messages. A call that its caller has given up may still be execu
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
@@ -29,6 +30,7 @@ from galley.core.store import (
 )
 from galley.core.versions.counts import VersionCounts
 from galley.core.versions.state import VersionEvent, VersionState
+from services.gateway.audit.records import rest_ms
 from services.gateway.store.session_log import LAST_CALL_S
 from tests.fakes.store import MemoryStore
 from tests.fakes.versions import MemoryVersions
@@ -42,6 +44,7 @@ from tests.simulation.system.network import Network
 T = TypeVar("T")
 
 REDIS = "redis"
+_TURN_S = 150.0
 _LAST_CALL_S = LAST_CALL_S + 0.05
 _COPIED_WITHIN = 0.8
 """Share of a call's time in which the replicas must have its change."""
@@ -164,6 +167,30 @@ class Leases:
         self._latest.clear()
 
 
+class Turns:
+    """A model of the turns to audit and their scripts: the nonce and end of the turn at each address."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._held: dict[str, tuple[object, float]] = {}
+
+    def begin(self, address: str, nonce: object) -> int:
+        held, left_s = self._find(address)
+        if left_s > 0 and held is not nonce:
+            return max(1, round(1000 * left_s))
+        self._held[address] = nonce, self._clock() + _TURN_S
+        return 0
+
+    def end(self, address: str, nonce: object, compute_ns: int) -> None:
+        held, left_s = self._find(address)
+        if left_s <= 0 or held is nonce:
+            self._held[address] = None, self._clock() + rest_ms(compute_ns) / 1000
+
+    def _find(self, address: str) -> tuple[object, float]:
+        held, ends_s = self._held.get(address, (None, -math.inf))
+        return held, ends_s - self._clock()
+
+
 class SimRedis:
     """The server, whose clock is `ahead_s`, and its replicas."""
 
@@ -182,8 +209,7 @@ class SimRedis:
         self.sessions = kind(timing.ttl_s, finished_ttl_s, clock=self._now_s)
         self.leases = Leases(timing.lease_s, self._now_s)
         self.versions = MemoryVersions()
-        self.turns: dict[str, float] = {}
-        """When the turn to audit at a target ends, by its address."""
+        self.turns = Turns(self._now_s)
         self.copies = copies(network, REDIS, schedule.replicas, schedule.copies)
         self.up = True
         self.lossy = 0.0

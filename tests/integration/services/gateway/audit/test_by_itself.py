@@ -159,6 +159,43 @@ async def test_a_target_rests_after_an_audit(
     assert len(audits(world)) == before
 
 
+async def test_a_gateway_whose_turn_has_ended_ends_no_other_turn(
+    world: World, records: AuditRecords, shared_store: Server
+) -> None:
+    other, third = (AuditRecords(world.redis_url, world.id) for _ in range(2))
+    assert not await records.begin_turn("target:1")
+    async with shared_store.raw() as raw:
+        await raw.delete(*[key async for key in raw.scan_iter(f"galley:audit:{{{world.id}}}:turn:*")])
+    assert not await other.begin_turn("target:1")
+    before_ms = await third.begin_turn("target:1")
+    await records.end_turn("target:1", 1)
+    assert before_ms / 2 < await third.begin_turn("target:1") <= before_ms
+    await other.end_turn("target:1", 10**12)
+    rest_ms = stored.rest_ms(10**12)
+    assert rest_ms / 2 < await third.begin_turn("target:1") <= rest_ms
+    for each in (other, third):
+        await each.close()
+
+
+async def test_a_turn_that_ended_in_the_store_lets_the_target_rest(
+    world: World, records: AuditRecords
+) -> None:
+    await records.end_turn("target:1", 10**12)
+    assert await records.begin_turn("target:1")
+
+
+async def test_a_gateway_that_missed_the_reply_begins_its_turn_again(
+    world: World, records: AuditRecords
+) -> None:
+    other = AuditRecords(world.redis_url, world.id)
+    assert not await records.begin_turn("target:1")
+    assert await other.begin_turn("target:1")
+    assert not await records.begin_turn("target:1")
+    await records.end_turn("target:1", 10**12)
+    assert await records.begin_turn("target:1"), "the next turn is another one"
+    await other.close()
+
+
 async def test_a_drain_ends_an_audit_at_once(world: World) -> None:
     it = await auditing(world)
     world.target.gate.close_after(MAX_TOKENS)
