@@ -17,7 +17,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.http.api.choices import ChoiceRunner, Reader
 from services.gateway.http.api.format import Format, PromptText, no_prompt
 from services.gateway.http.api.positions import START
-from services.gateway.http.api.requests import chat_request, completion_requests
+from services.gateway.http.api.requests import chat_request, completion_requests, set_output
 from services.gateway.http.api.schemas import (
     ChatRequest,
     ChoicesRequest,
@@ -27,6 +27,7 @@ from services.gateway.http.api.schemas import (
 from services.gateway.http.api.stream import AnswerEvents, EventStream
 from services.gateway.http.api.whole import WholeAnswers
 from services.gateway.http.parameters.structured import renamed
+from services.gateway.http.tools.requests import ToolUse
 from services.gateway.http.transport.front import CALL, SESSION_ID
 
 Run = Callable[[Reader], Awaitable[None]]
@@ -54,27 +55,26 @@ class Answers:
         """Answer a conversation."""
         headers = check_parameters(body, strict=self._strict)
         await asyncio.sleep(0)  # a thousand messages take some ms to check, and again to translate
-        tokenizer = self._model.tokenizer
-        wire, language = chat_request(body, idempotency_key(request), tokenizer)
+        wire, tools = chat_request(body, idempotency_key(request))
         await asyncio.sleep(0)
         form = replace(
             _format("chat", body, 1),
-            tools=bool(wire.messages.tools),
-            reasoning=tokenizer.reasoning is not None,
+            tools=tools is not None,
+            reasoning=self._model.tokenizer.reasoning is not None,
         )
-        return self._response(body, [wire], form, request, headers, language=language)
+        return self._response(body, [wire], form, request, headers, tools=tools)
 
     async def complete(self, body: CompletionRequest, request: HttpRequest) -> Response:
         """Continue one or more prompts."""
         headers = check_parameters(body, strict=self._strict)
-        wire, language = await completion_requests(body, idempotency_key(request))
+        wire = await completion_requests(body, idempotency_key(request))
         await asyncio.sleep(0)
         form = _format("completion", body, len(wire), echo=bool(body.echo))
 
         def prompt(index: int) -> str:
             return wire[index].text or self._model.tokenizer.decode(wire[index].token_ids.ids)
 
-        return self._response(body, wire, form, request, headers, language=language, prompt=prompt)
+        return self._response(body, wire, form, request, headers, prompt=prompt)
 
     def _response(
         self,
@@ -84,16 +84,22 @@ class Answers:
         request: HttpRequest,
         headers: Mapping[str, str],
         *,
-        language: str,
+        tools: ToolUse | None = None,
         prompt: PromptText = no_prompt,
     ) -> Response:
-        """`language` is the parameter that gives the language of the answers, if one does."""
         call = request.scope[CALL]
         has_new_name = isinstance(body, ChatRequest) and body.max_completion_tokens is not None
 
         async def run(reader: Reader) -> None:
+            language = ""
+
+            async def complete() -> Mapping[str, bytes]:
+                nonlocal language
+                language = await set_output(wire, body, tools, self._model.tokenizer, self._model.turn)
+                return {}
+
             try:
-                await self._runner.generate(wire, form, call, reader)
+                await self._runner.generate(wire, form, call, reader, complete)
             except InvalidField as error:
                 if has_new_name and error.field == "max_tokens":
                     raise InvalidField("max_completion_tokens", error.problem) from error

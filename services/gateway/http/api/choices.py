@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from opentelemetry import trace
@@ -92,11 +91,12 @@ class ChoiceRunner:
         form: Format,
         call: HttpCall,
         reader: Reader,
-        stored: Mapping[str, bytes] = MappingProxyType({}),
+        complete: Callable[[], Awaitable[Mapping[str, bytes]]],
     ) -> None:
-        """Answer each request `form.n` times; the first session keeps the fields `stored`, too.
+        """Answer each request `form.n` times.
 
-        Raise what refuses one of them, or ends a session.
+        `complete` is called once the requests are admitted: it sets what takes long to translate, and returns
+        further fields that the first session keeps. Raise what refuses a request, or ends a session.
         """
         generation = self.generation
         with generation.observe(requests[0], call) as observer, ExitStack() as held:
@@ -105,6 +105,7 @@ class ChoiceRunner:
             deadline_ns = generation.deadline_ns(call)
             each = [requests[index // form.n] for index in range(len(slots))]
             await generation.reserve(each, slots, deadline_ns)
+            stored = await complete()
             checked = [
                 await generation.check(one, slots[index * form.n]) for index, one in enumerate(requests)
             ]

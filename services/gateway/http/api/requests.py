@@ -21,7 +21,7 @@ from services.gateway.http.api.schemas import (
 from services.gateway.http.parameters.parts import text_of
 from services.gateway.http.parameters.structured import set_language, set_prediction
 from services.gateway.http.parameters.tools import NamedTool
-from services.gateway.http.tools.requests import tool_use
+from services.gateway.http.tools.requests import ToolUse, tool_use
 
 _PRIORITIES = {"flex": -1, "auto": 0, "default": 0, "priority": 1}
 _MODES = {
@@ -33,8 +33,8 @@ _MOST_ID = (1 << 32) - 1
 _PIECE_IDS = 8_192
 
 
-def chat_request(body: ChatRequest, key: str, tokenizer: Tokenizer) -> tuple[pb.GenerateRequest, str]:
-    """Return the request of a chat, and the parameter that gives the language of its answer, if one does.
+def chat_request(body: ChatRequest, key: str) -> tuple[pb.GenerateRequest, ToolUse | None]:
+    """Return the request of a chat without its tools and language, and its tools, if it has any.
 
     `key` is the idempotency key of the header.
     """
@@ -44,13 +44,10 @@ def chat_request(body: ChatRequest, key: str, tokenizer: Tokenizer) -> tuple[pb.
         request.logprobs = body.top_logprobs or 0
     elif body.top_logprobs:
         raise InvalidField("top_logprobs", "must come with logprobs: true")
-    language = _set_output(request, body)
+    set_prediction(request, body.prediction)
     functions = [tool.function for tool in body.tools or ()]
     choice = body.tool_choice.function if isinstance(body.tool_choice, NamedTool) else body.tool_choice
-    tools = tool_use(functions, choice, parallel=body.parallel_tool_calls, place=".function")
-    if tools is not None:
-        language = tools.set(request, tokenizer, language)
-    return request, language
+    return request, tool_use(functions, choice, parallel=body.parallel_tool_calls, place=".function")
 
 
 ROLES = {"developer": "system"}
@@ -73,19 +70,35 @@ def chat_message(turn: ChatTurn, index: int) -> pb.ChatMessage:
     )
 
 
-def _set_output(request: pb.GenerateRequest, body: ChoicesRequest) -> str:
-    set_prediction(request, body.prediction)
-    return set_language(request, body.response_format, body.structured_outputs)
+async def set_output(
+    requests: Sequence[pb.GenerateRequest],
+    body: ChoicesRequest,
+    tools: ToolUse | None,
+    tokenizer: Tokenizer,
+    turn: asyncio.Lock,
+) -> str:
+    """Set tools and language of the answers, in slices within `turn`. Raise InvalidField or Unimplemented.
+
+    Return the parameter that gives the language, empty if none does.
+    """
+    first, *others = requests
+    language = await set_language(first, body.response_format, body.structured_outputs, turn)
+    if tools is not None:
+        language = await tools.set(first, tokenizer, language, turn)
+    for other in others if language else ():
+        other.structured_output.CopyFrom(first.structured_output)
+        await asyncio.sleep(0)
+    return language
 
 
-async def completion_requests(body: CompletionRequest, key: str) -> tuple[list[pb.GenerateRequest], str]:
-    """Return the request of each prompt, and the parameter that gives the language of the answers."""
+async def completion_requests(body: CompletionRequest, key: str) -> list[pb.GenerateRequest]:
+    """Return the request of each prompt, without the language of its answer."""
     if body.echo and body.logprobs is not None:
         raise Unimplemented("echo with logprobs")
     common = common_request(body, key, body.max_tokens)
     if body.logprobs is not None:
         common.logprobs = body.logprobs
-    language = _set_output(common, body)
+    set_prediction(common, body.prediction)
     requests = []
     prompts: Sequence[str | list[int]] = body.prompts
     for index, prompt in enumerate(prompts):
@@ -96,7 +109,7 @@ async def completion_requests(body: CompletionRequest, key: str) -> tuple[list[p
         else:
             await _set_ids(request, prompt, f"prompt[{index}]")
         requests.append(request)
-    return requests, language
+    return requests
 
 
 def common_request(body: Parameters, key: str, max_tokens: int | None) -> pb.GenerateRequest:

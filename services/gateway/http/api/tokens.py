@@ -18,7 +18,7 @@ from services.gateway.http.api.requests import chat_message
 from services.gateway.http.api.schemas import ChatTurn, Ids, check_parameters
 from services.gateway.http.parameters.parts import Few, Open
 from services.gateway.http.parameters.tools import Tools
-from services.gateway.http.tools.requests import tool_use
+from services.gateway.http.tools.requests import ToolUse, tool_use
 from services.gateway.http.transport.encoding import list_json, to_json
 from services.gateway.request.validate import PromptRefused, adapter_of, parse_prompt
 
@@ -51,10 +51,13 @@ class Tokens:
     async def tokenize(self, body: TokenizeRequest) -> Response:
         """Return the token ids of a text or a conversation."""
         headers = check_parameters(body, strict=self._strict)
-        request = _prompt_of(body)
+        await asyncio.sleep(0)
+        request, tools = _prompt_of(body)
         model = self._generation.model
         adapter_of(request.model, model.request_model())
         with self._generation.streams.admit(caller()) as slot:
+            if tools is not None:
+                await tools.add_to(request, model.turn)
             try:
                 ids = await self._generation.prompt_threads.run(
                     slot.principal.name,
@@ -91,8 +94,8 @@ class Tokens:
         return Response(to_json({"prompt": text}), headers=headers, media_type="application/json")
 
 
-def _prompt_of(body: TokenizeRequest) -> pb.GenerateRequest:
-    """Return a request with the prompt. Raise InvalidField."""
+def _prompt_of(body: TokenizeRequest) -> tuple[pb.GenerateRequest, ToolUse | None]:
+    """Return a request with the prompt, and the tools that it still lacks. Raise InvalidField."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidField("prompt", "must be given, or messages, and not both")
     request = pb.GenerateRequest(model=body.model or "")
@@ -100,9 +103,7 @@ def _prompt_of(body: TokenizeRequest) -> pb.GenerateRequest:
         if body.tools:
             raise InvalidField("tools", "must come with messages")
         request.text = body.prompt or ""
-        return request
+        return request, None
     request.messages.messages.extend(map(chat_message, body.messages, count()))
     functions = [tool.function for tool in body.tools or ()]
-    if (tools := tool_use(functions, None, parallel=None, place=".function")) is not None:
-        tools.add_to(request)
-    return request
+    return request, tool_use(functions, None, parallel=None, place=".function")

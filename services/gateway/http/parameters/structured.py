@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any, Literal
 
@@ -10,11 +11,12 @@ from pydantic import Field
 from galley.core.errors import InvalidField, Unimplemented
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.http.parameters.parts import ContentPart, Few, Open, text_of
-from services.gateway.http.transport.encoding import to_unicode
+from services.gateway.http.transport.encoding import json_text
 
 JsonSchema = dict[str, Any] | bool
 _FIELD = "structured_output"
 _BESIDE = f"with {_FIELD},"
+_SPACED = json.JSONEncoder()
 _WITHOUT_EFFECT = frozenset({"disable_fallback", "disable_any_whitespace"})
 
 
@@ -66,19 +68,25 @@ def set_prediction(request: pb.GenerateRequest, prediction: Prediction | None) -
         request.prediction.text = text_of(prediction.content, "prediction.content")
 
 
-def set_language(
-    request: pb.GenerateRequest, form: ResponseFormat | None, outputs: StructuredOutputs | None
+async def set_language(
+    request: pb.GenerateRequest,
+    form: ResponseFormat | None,
+    outputs: StructuredOutputs | None,
+    turn: asyncio.Lock,
 ) -> str:
-    """Set the language of the answer; return the parameter that gave it, empty if none did."""
+    """Set the language of the answer; return the parameter that gave it, empty if none did.
+
+    A large schema is encoded in slices within `turn`.
+    """
     if form is not None and form.type != "text":
         if outputs is not None:
             raise InvalidField("structured_outputs", "must be absent with response_format")
-        return _set_format(request.structured_output, form)
-    return "" if outputs is None else _set_outputs(request.structured_output, outputs)
+        return await _set_format(request.structured_output, form, turn)
+    return "" if outputs is None else await _set_outputs(request.structured_output, outputs, turn)
 
 
-def set_text_format(request: pb.GenerateRequest, form: TextFormat | None) -> str:
-    """Set the language of a response; return the parameter that gave it, empty if none did."""
+async def set_text_format(request: pb.GenerateRequest, form: TextFormat | None, turn: asyncio.Lock) -> str:
+    """Set the language of a response as `set_language` does."""
     name, output = "text.format", request.structured_output
     match form and form.type:
         case "json_object":
@@ -87,7 +95,7 @@ def set_text_format(request: pb.GenerateRequest, form: TextFormat | None) -> str
         case "json_schema" if form is not None:
             if form.json_schema is None:
                 raise InvalidField(f"{name}.schema", "must be given with type json_schema")
-            output.json_schema = to_unicode(form.json_schema)
+            output.json_schema = await json_text(form.json_schema, turn)
             return f"{name}.schema"
     return ""
 
@@ -101,22 +109,23 @@ def renamed(error: InvalidField, name: str) -> InvalidField:
     return error
 
 
-def _set_format(output: pb.StructuredOutput, form: ResponseFormat) -> str:
+async def _set_format(output: pb.StructuredOutput, form: ResponseFormat, turn: asyncio.Lock) -> str:
     name = "response_format"
     match form.type:
         case "json_schema":
             if form.json_schema is None:
                 raise InvalidField(f"{name}.json_schema", "must be given with type json_schema")
-            output.json_schema = to_unicode(form.json_schema.json_schema)
+            output.json_schema = await json_text(form.json_schema.json_schema, turn)
             return f"{name}.json_schema.schema"
         case "structural_tag":
-            output.structural_tag = json.dumps({"type": form.type, **(form.model_extra or {})})
+            tag = {"type": form.type, **(form.model_extra or {})}
+            output.structural_tag = await json_text(tag, turn, _SPACED)
         case _:
             output.json_object.SetInParent()
     return name
 
 
-def _set_outputs(output: pb.StructuredOutput, outputs: StructuredOutputs) -> str:
+async def _set_outputs(output: pb.StructuredOutput, outputs: StructuredOutputs, turn: asyncio.Lock) -> str:
     name = "structured_outputs"
     for option, value in (outputs.model_extra or {}).items():
         if option not in _WITHOUT_EFFECT and value is not None and value is not False:
@@ -128,7 +137,7 @@ def _set_outputs(output: pb.StructuredOutput, outputs: StructuredOutputs) -> str
     match given[0]:
         case "json_schema":
             schema = outputs.json_schema
-            output.json_schema = schema if isinstance(schema, str) else to_unicode(schema)
+            output.json_schema = schema if isinstance(schema, str) else await json_text(schema, turn)
             return f"{name}.json"
         case "choice":
             output.choice.choices.extend(outputs.choice or ())

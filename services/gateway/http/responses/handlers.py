@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 from fastapi import Query
@@ -22,10 +24,11 @@ from services.gateway.http.api.schemas import check_parameters
 from services.gateway.http.responses.objects import PREFIX, ResponseObjects, input_items
 from services.gateway.http.responses.parts import place_after
 from services.gateway.http.responses.record import Record, Turn, stored_record
-from services.gateway.http.responses.requests import named_as_here, wire_request
+from services.gateway.http.responses.requests import Translation, named_as_here
 from services.gateway.http.responses.schemas import ResponseRequest
 from services.gateway.http.responses.stream import position_after
 from services.gateway.http.responses.writers import response_stream
+from services.gateway.http.transport.encoding import json_text
 from services.gateway.http.transport.errors import Refused
 from services.gateway.http.transport.front import CALL
 from services.gateway.http.transport.http_call import HttpCall
@@ -46,18 +49,22 @@ class Responses:
         call = request.scope[CALL]
         headers = check_parameters(body, strict=self._strict)
         former = await self._former(body.previous_response_id, call) if body.previous_response_id else ()
+        await asyncio.sleep(0)  # a thousand turns take some ms to translate, as to check and to read
         model = self._generation.model
-        wire, record, language = wire_request(body, former, idempotency_key(request), model.tokenizer)
+        translation = Translation(body, former, idempotency_key(request))
+        await asyncio.sleep(0)
+        record = translation.record
         form = Format(
             "response",
             token_ids=bool(body.return_token_ids),
-            tools=bool(wire.messages.tools),
+            tools=translation.has_tools,
             reasoning=model.tokenizer.reasoning is not None,
         )
+        complete = partial(translation.complete, model.tokenizer, model.turn)
 
         async def run(reader: Reader) -> None:
-            with named_as_here(language):
-                await self._runner.generate([wire], form, call, reader, record.stored)
+            with named_as_here(translation):
+                await self._runner.generate([translation.request], form, call, reader, complete)
 
         if body.stream:
             return StreamedAnswers(
@@ -133,7 +140,10 @@ class Responses:
         call = request.scope[CALL]
         self._generation.admit_reading_call(call)
         stored, record = await self._read(response_id, call)
-        items = input_items(record.turns or (), stored.ownership.session_id)
+        await asyncio.sleep(0)
+        turns = record.read_turns()
+        await asyncio.sleep(0)
+        items = input_items(turns, stored.ownership.session_id)
         if order == "desc":
             items.reverse()
         ids = [item["id"] for item in items]
@@ -142,7 +152,10 @@ class Responses:
         first = 0 if after is None else ids.index(after) + 1
         page, has_more = items[first : first + limit], len(items) > first + limit
         ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {}
-        return JSONResponse({"object": "list", "data": page, **ends, "has_more": has_more})
+        await asyncio.sleep(0)
+        listed = {"object": "list", "data": page, **ends, "has_more": has_more}
+        content = await json_text(listed, self._generation.model.turn)
+        return Response(content, media_type="application/json")
 
     async def _former(self, response_id: str, call: HttpCall) -> Sequence[Turn]:
         """Return the turns of a stored response with its answer. Raise Refused or InvalidField."""
@@ -162,7 +175,8 @@ class Responses:
             answer, ending = await self._generation.answer_of(stored)
             objects = self._objects(record, stored, answer, ending)
             turn = await objects.turn()
-        return [*(record.turns or ()), turn]
+            await asyncio.sleep(0)
+            return [*record.read_turns(), turn]
 
     async def _read(self, response_id: str, call: HttpCall) -> tuple[StoredSession, Record]:
         """Return the session of a response that is kept. Raise Refused."""

@@ -16,7 +16,7 @@ from services.gateway.http.api.logprobs import chat_logprobs_json
 from services.gateway.http.api.usage import metrics, usage
 from services.gateway.http.responses.items import PartsReader
 from services.gateway.http.responses.record import Call, Record, Turn
-from services.gateway.http.transport.encoding import tokens_json, with_json
+from services.gateway.http.transport.encoding import to_json, tokens_json, with_json
 
 PREFIX = "resp_"
 _SECOND = 1_000_000_000
@@ -104,7 +104,7 @@ class ResponseObjects:
         answer, session = self.answer, self.session
         status = self.status if error is None else "failed"
         ending = self.ending
-        fields = {
+        before = {
             "id": PREFIX + answer.spec.session_id,
             "object": "response",
             "created_at": answer.spec.arrival_ns // _SECOND,
@@ -116,15 +116,16 @@ class ResponseObjects:
             "temperature": round(answer.spec.sampling.temperature, 6),
             "top_p": round(answer.spec.sampling.top_p, 6),
             "truncation": "disabled",
-            **self.record.parameters,
+        }
+        fields: dict[str, Any] = {
             "usage": None if output is None else self._usage(),
             "metrics": metrics([session]) if output is not None and session is not None else None,
             "seed": answer.spec.sampling.seed,
             "stop_reason": None if ending is None else ending.matched,
             "system_fingerprint": answer.fingerprint or self.model.info.fingerprint,
         }
-        lists = {} if output is None else self.lists
-        return with_json(fields, "output", b"[%b]" % (output or b""), lists)
+        after = with_json(fields, "output", b"[%b]" % (output or b""), {} if output is None else self.lists)
+        return b"%b,%b,%b" % (to_json(before)[:-1], self.record.parameters, after[1:])
 
     def message(self, part: bytes = b"") -> bytes:
         fields = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,44 +11,64 @@ from galley.common.models.tokenizer import Tokenizer
 from galley.core.errors import InvalidField
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.http.api.requests import ROLES, common_request
+from services.gateway.http.parameters.parts import Open
 from services.gateway.http.parameters.structured import renamed, set_text_format
 from services.gateway.http.parameters.tools import NamedFunction
 from services.gateway.http.responses.record import Call, Record, Turn
 from services.gateway.http.responses.schemas import InputItem, InputPart, ResponseRequest
 from services.gateway.http.tools.requests import tool_use
+from services.gateway.http.transport.encoding import ASCII, json_text, json_texts
 
 _TEXTS = ("input_text", "output_text", "text")
 _NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
 
 
-def wire_request(
-    body: ResponseRequest, former: Sequence[Turn], key: str, tokenizer: Tokenizer
-) -> tuple[pb.GenerateRequest, Record, str]:
-    """Return the request that continues the turns `former`, and what is stored of it. Raise InvalidField.
+class Translation:
+    """The request of a response that continues the turns `former`, and the record of it.
 
-    Return, too, the parameter that gives the language of the answer, empty if none does.
+    `language` is the parameter that gives the language of the answer, empty if none does. Raise InvalidField.
     """
-    request = common_request(body, key, body.max_output_tokens)
-    turns = [*former, *_turns(body.input)]
-    system = [Turn("system", body.instructions)] if body.instructions else []
-    request.messages.messages.extend(map(_message, system + turns))
-    if body.wants_logprobs:
-        request.logprobs = body.top_logprobs or 0
-    language = set_text_format(request, body.text.format if body.text is not None else None)
-    tools = tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls, place="")
-    if tools is not None:
-        language = tools.set(request, tokenizer, language)
-    is_kept = body.store is not False
-    return request, Record(_parameters(body), turns if is_kept else None), language
+
+    def __init__(self, body: ResponseRequest, former: Sequence[Turn], key: str) -> None:
+        self.request = common_request(body, key, body.max_output_tokens)
+        self.record = Record()
+        self.language = ""
+        self._body = body
+        self._turns = [*former, *_turns(body.input)]
+        self._tools = tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls, place="")
+        system = [Turn("system", body.instructions)] if body.instructions else []
+        self.request.messages.messages.extend(map(_message, system + self._turns))
+        if body.wants_logprobs:
+            self.request.logprobs = body.top_logprobs or 0
+
+    @property
+    def has_tools(self) -> bool:
+        return self._tools is not None
+
+    async def complete(self, tokenizer: Tokenizer, turn: asyncio.Lock) -> dict[str, bytes]:
+        """Set language and tools, and write the record, in slices within `turn`; return its stored fields.
+
+        Raise InvalidField.
+        """
+        body = self._body
+        form = body.text.format if body.text is not None else None
+        self.language = await set_text_format(self.request, form, turn)
+        if self._tools is not None:
+            self.language = await self._tools.set(self.request, tokenizer, self.language, turn)
+        self.record.parameters = await _parameters(body, turn)
+        if body.store is not False:
+            turns = await json_text([one.stored for one in self._turns], turn)
+            self.record.turns = turns.encode()
+        return self.record.stored
 
 
 @contextmanager
-def named_as_here(language: str) -> Iterator[None]:
+def named_as_here(translation: Translation) -> Iterator[None]:
     """Let errors of the wire's fields name the parameters of the Responses API."""
     try:
         yield
     except InvalidField as fault:
-        error = renamed(fault, language)
+        error = renamed(fault, translation.language)
         name, dot, rest = error.field.partition(".")
         if name in _NAMES and not rest.startswith("tools"):  # `tools` are named as in chats
             rest = "" if name == "messages" else dot + rest
@@ -103,10 +124,10 @@ def _text(content: str | Sequence[InputPart], name: str) -> str:
     return "".join(part.text or "" for part in content)
 
 
-def _parameters(body: ResponseRequest) -> dict[str, Any]:
-    """Return what the response repeats of its request."""
+async def _parameters(body: ResponseRequest, turn: asyncio.Lock) -> bytes:
+    """Return what the response repeats of its request, as the members of a JSON object."""
     choice = body.tool_choice
-    return {
+    before = {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
@@ -115,13 +136,24 @@ def _parameters(body: ResponseRequest) -> dict[str, Any]:
         "store": body.store is not False,
         "text": {"format": _text_format(body)},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "tools": [tool.model_dump(exclude_unset=True) for tool in body.tools or ()],
+    }
+    after = {
         "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto",
         "top_logprobs": body.top_logprobs or 0,
         "user": body.user,
     }
+    values = [before, after, *map(_given, body.tools or ())]
+    first, last, *tools = await json_texts(values, turn, ASCII)
+    return f'{first[1:-1]},"tools":[{",".join(tools)}],{last[1:-1]}'.encode()
 
 
 def _text_format(body: ResponseRequest) -> dict[str, Any]:
     form = body.text.format if body.text is not None else None
-    return {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_unset=True)
+    return {"type": "text"} if form is None else _given(form)
+
+
+def _given(part: Open) -> dict[str, Any]:
+    """Return what was given of a part, as `model_dump` does, but without copies of large values."""
+    fields, given = type(part).model_fields, part.model_fields_set
+    known = {info.alias or name: getattr(part, name) for name, info in fields.items() if name in given}
+    return {**known, **(part.model_extra or {})}

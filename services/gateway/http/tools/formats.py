@@ -14,7 +14,6 @@ from galley.common.models.tokenizer import Tokenizer
 from galley.core.errors import InvalidField
 from services.gateway.http.tools.deltas import Parser
 from services.gateway.http.tools.parsers import BareCalls, hermes_calls, mistral_calls
-from services.gateway.http.transport.encoding import to_unicode
 
 Form: TypeAlias = dict[str, Any]
 """A part of a structural tag."""
@@ -112,7 +111,7 @@ def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
 def _moved(schema: Any, place: str) -> Any:
     """Return a schema as a part of another, at `place`: its references lead to its own parts."""
     if isinstance(schema, list):
-        return [_moved(part, place) for part in schema]
+        return [_moved(part, place) if isinstance(part, list | dict) else part for part in schema]
     if not isinstance(schema, Mapping):
         return schema
     moved = {name: _moved(part, place) for name, part in schema.items()}
@@ -162,8 +161,8 @@ def tool_format(tokenizer: Tokenizer) -> ToolFormat:
     return HERMES if "<tool_call>" in template and "<function=" not in template else LLAMA
 
 
-def structural_tag(form: Form) -> str:
-    return to_unicode({"type": "structural_tag", "format": form})
+def structural_tag(form: Form) -> Form:
+    return {"type": "structural_tag", "format": form}
 
 
 def one_of(*forms: Form) -> Form:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from galley.core.grammar.pieces import read_json
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.http.parameters.tools import Function, NamedFunction
 from services.gateway.http.tools.formats import Form, ToolFormat, one_of, structural_tag, tool_format
-from services.gateway.http.transport.encoding import to_unicode
+from services.gateway.http.transport.encoding import json_text, json_texts
 
 _ANY_OBJECT = {"type": "object"}
 
@@ -31,22 +32,28 @@ class ToolUse:
     is_required: bool
     parallel: bool
 
-    def set(self, request: pb.GenerateRequest, tokenizer: Tokenizer, language: str) -> str:
-        """Set the tools of a request, and the language of its answer.
+    async def set(
+        self, request: pb.GenerateRequest, tokenizer: Tokenizer, language: str, turn: asyncio.Lock
+    ) -> str:
+        """Set the tools of a request, and the language of its answer, in slices within `turn`.
 
         `language` is the parameter that gave the language of an answer without calls; return the one that
-        gives it now.
+        gives it now. Raise InvalidField.
         """
-        self.add_to(request)
+        await self.add_to(request, turn)
+        name = f"tools or {language}" if language and not self.is_required else "tools"
+        if self.is_required or language:
+            await _check_size(self.callable_tools, name, turn)
         form = self._form(request.structured_output, tool_format(tokenizer), language)
         if form is None:
             return ""
-        request.structured_output.structural_tag = structural_tag(form)
-        return f"tools or {language}" if language and not self.is_required else "tools"
+        await asyncio.sleep(0)
+        request.structured_output.structural_tag = await json_text(structural_tag(form), turn)
+        return name
 
-    def add_to(self, request: pb.GenerateRequest) -> None:
-        """Add the tools that the chat template tells the model of."""
-        request.messages.tools.extend(to_unicode(tool) for tool in self.tools)
+    async def add_to(self, request: pb.GenerateRequest, turn: asyncio.Lock) -> None:
+        """Add the tools that the chat template tells the model of, in slices within `turn`."""
+        request.messages.tools.extend(await json_texts(self.tools, turn))
 
     def _form(self, output: pb.StructuredOutput, written: ToolFormat, language: str) -> Form | None:
         """Return the form of the answer; None if it may be any text."""
@@ -107,10 +114,23 @@ def _unbound(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"function": {**tool["function"], "parameters": _ANY_OBJECT}}
 
 
+async def _check_size(tools: Sequence[Mapping[str, Any]], name: str, turn: asyncio.Lock) -> None:
+    """Raise InvalidField for schemas that are too large for a grammar: to make its form takes long."""
+    schemas = await json_texts([tool["function"].get("parameters") for tool in tools], turn)
+    _check_bytes(name, sum(len(schema.encode()) for schema in schemas))
+
+
+def _check_bytes(name: str, size: int) -> None:
+    most = DEFAULT_LIMITS.most_text_bytes
+    if size > most:
+        raise InvalidField(name, f"must be at most {most} bytes, got {size}")
+
+
 def _form_of(output: pb.StructuredOutput, name: str) -> Form:
     """Return the language of an answer as a form that may stand beside that of calls."""
     match output.WhichOneof("kind"):
         case "json_schema":
+            _check_bytes(name, len(output.json_schema.encode()))
             try:
                 schema = read_json("json_schema", output.json_schema, DEFAULT_LIMITS)
             except InvalidGrammar as error:

@@ -11,10 +11,15 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 _PIECE, _PIECE_TOKENS = 512, 4096
 _NO_JSON: Mapping[str, bytes] = MappingProxyType({})
+_SLICE = 2048
+"""Values that are encoded in a slice; 64 characters of a text count as one more."""
+_PIECE_COST = 4
+"""So many values are encoded at once in the time of a piece by Python code."""
 
-to_text = json.JSONEncoder(separators=(",", ":")).encode
-to_unicode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
-"""As `to_text`, but each character as itself: shorter, for what is stored, compiled or part of a prompt."""
+ASCII = json.JSONEncoder(separators=(",", ":"))
+UNICODE = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
+"""As `ASCII`, but each character as itself: shorter, for what is stored, compiled or part of a prompt."""
+to_text = ASCII.encode
 
 
 def to_json(value: object) -> bytes:
@@ -61,3 +66,51 @@ async def in_slices(length: int, size: int, work: Callable[[slice], _T], turn: a
             done.append(work(slice(at, at + size)))
             await asyncio.sleep(0)
     return done
+
+
+async def json_texts(
+    values: Sequence[object], turn: asyncio.Lock, encoder: json.JSONEncoder = UNICODE
+) -> list[str]:
+    """Return the JSON of each value, made in slices of about a millisecond within `turn`."""
+    if _is_small(values):
+        return [*map(encoder.encode, values)]
+    texts = []
+    for value in values:
+        async with turn:
+            await asyncio.sleep(0)
+            texts.append(encoder.encode(value) if _is_small(value) else await _in_parts(value, encoder))
+    return texts
+
+
+async def json_text(value: object, turn: asyncio.Lock, encoder: json.JSONEncoder = UNICODE) -> str:
+    """Return the JSON of a value, made as `json_texts` makes it."""
+    [text] = await json_texts([value], turn, encoder)
+    return text
+
+
+async def _in_parts(value: object, encoder: json.JSONEncoder) -> str:
+    """Return the JSON of a value by the encoder's Python code: slower, but it can be interrupted."""
+    pieces, left = [], _SLICE
+    for piece in encoder.iterencode(value):
+        pieces.append(piece)
+        left -= _PIECE_COST + len(piece) // 64
+        if left < 0:
+            await asyncio.sleep(0)
+            left = _SLICE
+    return "".join(pieces)
+
+
+def _is_small(value: object) -> bool:
+    """Return True if a slice can encode the value at once."""
+    rest, left = [value], _SLICE
+    while rest and left >= 0:
+        item = rest.pop()
+        left -= 1
+        if isinstance(item, str):
+            left -= len(item) // 64
+        elif isinstance(item, list | tuple):
+            rest += item
+        elif isinstance(item, dict):
+            rest += item
+            rest += item.values()
+    return left >= 0

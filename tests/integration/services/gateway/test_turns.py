@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,10 @@ class Calls:
     """That of a session with a long prediction."""
     parts: str = ""
     """That of a long response that may call tools."""
+    tools: str = ""
+    """That of a response with many tools."""
+    turns: str = ""
+    """That of a response with many turns."""
 
     async def generate(self, **given: Any) -> str:
         """Return the id of a session that ran to its end."""
@@ -78,14 +82,31 @@ class Calls:
     async def get(self, path: str, **headers: str) -> None:
         assert (await self.http.raw.get(path, headers=headers)).status_code == 200
 
-    async def post(self, path: str, body: Mapping[str, Any]) -> str:
+    async def post(self, path: str, body: Mapping[str, Any], status: int = 200) -> str:
         response = await self.http.post(path, body)
-        assert response.status_code == 200, response.text[:500]
+        assert response.status_code == status, response.text[:500]
         return str(response.headers.get("x-galley-session-id", ""))
 
 
 def messages(count: int, size: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": "x" * size} for _ in range(count)]
+
+
+def schema(properties: int, size: int) -> dict[str, Any]:
+    """Return a schema whose properties have a description of `size` characters."""
+    described = {"type": "string", "description": "x" * size}
+    return {"type": "object", "properties": {f"p{index}": described for index in range(properties)}}
+
+
+def tools(count: int, parameters: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"type": "function", "name": f"f{index}", "parameters": parameters} for index in range(count)]
+
+
+def of_chat(flat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+        for tool in flat
+    ]
 
 
 def sized(number: int, data: bytes) -> bytes:
@@ -101,6 +122,10 @@ EMPTY_MESSAGES = sized(3, b"\x0a\x00" * (MIB * 3 // 2))
 BIASES = sized(5, pb.SamplingParams(logit_bias=dict.fromkeys(range(300_000), 1.0)).SerializeToString())
 UNPACKED = sized(4, b"\x08\x01" * MIB)
 PACKED = sized(4, sized(1, b"\x01" * (3 * MIB)))
+TOOLS = tools(110, schema(20, 40))
+TOO_LARGE_TOOLS = tools(110, schema(20, 1000))
+LARGE_TOOL = tools(1, schema(2000, 40))
+LARGE_SCHEMA = {"type": "json_schema", "schema": schema(2500, 80)}
 RANDOM = bytes(range(256)) * (4 * MIB // 256)
 
 CASES: dict[str, Callable[[Calls], Awaitable[object]]] = {
@@ -149,6 +174,50 @@ CASES: dict[str, Callable[[Calls], Awaitable[object]]] = {
     "http: response of a long text": lambda on: on.post(
         "/v1/responses", {"input": TEXT, "max_output_tokens": 4}
     ),
+    "http: chat with tools": lambda on: on.post(
+        "/v1/chat/completions", {"messages": messages(1, 8), "max_tokens": 4, "tools": of_chat(TOOLS)}
+    ),
+    "http: chat with a large tool": lambda on: on.post(
+        "/v1/chat/completions", {"messages": messages(1, 8), "max_tokens": 4, "tools": of_chat(LARGE_TOOL)}
+    ),
+    "http: chat that must call, refused": lambda on: on.post(
+        "/v1/chat/completions",
+        {"messages": messages(1, 8), "tools": of_chat(TOOLS), "tool_choice": "required"},
+        400,
+    ),
+    "http: chat with a large schema, refused": lambda on: on.post(
+        "/v1/chat/completions",
+        {
+            "messages": messages(1, 8),
+            "response_format": {"type": "json_schema", "json_schema": {"name": "s", **LARGE_SCHEMA}},
+        },
+        400,
+    ),
+    "http: chat with too large tools, refused": lambda on: on.post(
+        "/v1/chat/completions", {"messages": messages(1, 8), "tools": of_chat(TOO_LARGE_TOOLS)}, 400
+    ),
+    "http: response with too large tools, refused": lambda on: on.post(
+        "/v1/responses", {"input": "Tell me all.", "tools": TOO_LARGE_TOOLS, "tool_choice": "required"}, 400
+    ),
+    "http: tokenize tools": lambda on: on.post(
+        "/tokenize", {"messages": messages(1, 8), "tools": of_chat(TOOLS)}
+    ),
+    "http: response with tools": lambda on: on.http.stream(
+        "/v1/responses", {"input": "Tell me all.", "max_output_tokens": 4, "tools": TOOLS}
+    ),
+    "http: response with a large tool": lambda on: on.post(
+        "/v1/responses", {"input": "Tell me all.", "max_output_tokens": 4, "tools": LARGE_TOOL}
+    ),
+    "http: response with a large schema, refused": lambda on: on.post(
+        "/v1/responses", {"input": "Tell me all.", "text": {"format": LARGE_SCHEMA}}, 400
+    ),
+    "http: response that continues one": lambda on: on.post(
+        "/v1/responses",
+        {"input": "More.", "max_output_tokens": 4, "previous_response_id": f"resp_{on.turns}"},
+    ),
+    "http: items of a response": lambda on: on.get(f"/v1/responses/resp_{on.turns}/input_items?limit=100"),
+    "http: response that was stored with tools": lambda on: on.get(f"/v1/responses/resp_{on.tools}"),
+    "http: cancel": lambda on: on.post(f"/v1/responses/resp_{on.tools}/cancel", {}),
     "http: session": lambda on: on.get(f"/v1/sessions/{on.long}"),
     "http: session, prediction": lambda on: on.get(f"/v1/sessions/{on.predicted}"),
     "http: sessions": lambda on: asyncio.gather(*(on.get(f"/v1/sessions/{on.long}") for _ in range(6))),
@@ -214,6 +283,9 @@ async def test_no_turn_takes_more_than_five_milliseconds(
         body = {"input": "Tell me all.", "max_output_tokens": LONG_TOKENS, "top_logprobs": 20}
         on.response = await on.post("/v1/responses", body)
         on.parts = await on.post("/v1/responses", {**body, "tools": [{"type": "function", "name": "now"}]})
+        short = {"max_output_tokens": 4}
+        on.tools = await on.post("/v1/responses", {**short, "input": "Tell me all.", "tools": TOOLS})
+        on.turns = await on.post("/v1/responses", {**short, "input": messages(1000, 200)})
         failed = []
         for name, case in CASES.items():
 

@@ -96,6 +96,27 @@ async def test_what_answers_do_not_use_is_returned(world: World) -> None:
         assert len((await client.complete(**body | {"max_tokens": left // 2}))["choices"]) == 2
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions"])
+async def test_tools_are_translated_once_their_request_is_admitted(world: World, path: str) -> None:
+    function = {"name": "f", "parameters": {"type": "object", "description": "x" * (1 << 16)}}
+    is_chat = path.endswith("completions")
+    body: dict[str, Any] = {
+        "tools": [{"type": "function", **({"function": function} if is_chat else function)}],
+        "tool_choice": "required",
+        **({"messages": [{"role": "user", "content": "x"}]} if is_chat else {"input": "x"}),
+    }
+    gateway = await limiting(world, BURST, max_message_bytes=1 << 20)
+    async with calling(gateway) as client:
+        most = "max_tokens" if is_chat else "max_output_tokens"
+        admitted = await client.post(path, {**body, most: 60})
+        assert (admitted.status_code, admitted.json()["error"]["param"]) == (400, "tools")
+        assert "must be at most 65536 bytes" in admitted.json()["error"]["message"]
+        await gateway.idle()
+        await client.complete(max_tokens=30)  # the refused request used nothing
+        await gateway.idle()
+        assert (await client.post(path, {**body, most: 60})).status_code == 429
+
+
 async def test_a_full_budget_lets_all_answers_of_a_request_resume(world: World) -> None:
     body = BODY | {"n": 3, "max_tokens": 30, "return_token_ids": True}
     first = await limiting(world, KeyFile(), draft="none")

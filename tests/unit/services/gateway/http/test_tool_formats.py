@@ -20,6 +20,7 @@ from services.gateway.http.tools.formats import (
     one_of,
     structural_tag,
 )
+from services.gateway.http.transport.encoding import UNICODE
 from tests.fakes.vocabularies import END, byte_vocabulary
 from tests.unit.services.gateway.http.test_tool_parsers import (
     LLAMA as LLAMA_TURN,
@@ -45,7 +46,9 @@ FORMATS = [
 
 
 def accepts(form: Form, output: str) -> bool:
-    state = compile_grammar(VOCABULARY, GrammarSpec("structural_tag", structural_tag(form))).start()
+    state = compile_grammar(
+        VOCABULARY, GrammarSpec("structural_tag", UNICODE.encode(structural_tag(form)))
+    ).start()
     tokens = [*output.encode(), END]
     return state.allowed_prefix(tokens) == len(tokens)
 
