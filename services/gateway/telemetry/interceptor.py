@@ -58,7 +58,7 @@ class RequestTracer:
     async def unary(self) -> AsyncIterator[None]:
         """Let a call record its calls below the current span."""
         span = trace.get_current_span()
-        observer = RequestObserver(self._start(span.get_span_context(), None, {}))
+        observer = RequestObserver(self._start(span.get_span_context(), None, {}, {}))
         observer.adopt(span)
         observe_with(observer)
         try:
@@ -74,7 +74,10 @@ class RequestTracer:
         transport: Mapping[str, AnyValue],
         describe: Callable[[BaseException], Failure] = failure_of,
     ) -> AsyncIterator[None]:
-        """Trace a call that streams an answer; its span has the attributes of its `transport`."""
+        """Trace a call that streams an answer; its span has the attributes of its `transport`.
+
+        An HTTP status that is added to `transport` before the span ends is the one that was sent.
+        """
         observer = self._begin(call, transport)
         observe_with(observer)
         # gRPC may drop the generator of a client that left without resuming it, but it always calls back.
@@ -108,17 +111,30 @@ class RequestTracer:
         caller = context_of(metadata)
         parent = trace.get_current_span(caller).get_span_context()
         own = self._scope.request(caller, names.TEXT_COMPLETION, attributes)
-        observer = RequestObserver(self._start(own, parent if parent.is_valid else None, attributes))
+        start = self._start(own, parent if parent.is_valid else None, attributes, transport)
+        observer = RequestObserver(start)
         observer.begin()
         return observer
 
     def _start(
-        self, context: trace.SpanContext, parent: trace.SpanContext | None, attributes: dict[str, AnyValue]
+        self,
+        context: trace.SpanContext,
+        parent: trace.SpanContext | None,
+        attributes: dict[str, AnyValue],
+        transport: Mapping[str, AnyValue],
     ) -> TraceStart:
         start_ns = time.time_ns()
         offset_ns = start_ns - self._clock.now_ns()
         return TraceStart(
-            self._scope, self._options, context, parent, self._clock, offset_ns, start_ns, attributes
+            self._scope,
+            self._options,
+            context,
+            parent,
+            self._clock,
+            offset_ns,
+            start_ns,
+            attributes,
+            transport,
         )
 
 

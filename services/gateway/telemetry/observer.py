@@ -179,9 +179,9 @@ class RequestObserver:
         if self._holds or self._request is None:
             return
         end, span = self._end or Failure(grpc.StatusCode.CANCELLED), self._request.span
-        status = end.status
-        if names.HTTP_METHOD in (self._start.attributes if self._start else ()):
-            span.set_attribute(names.HTTP_STATUS, http_status(status))
+        status, transport = end.status, self._start.transport if self._start else {}
+        if names.HTTP_METHOD in transport:
+            span.set_attribute(names.HTTP_STATUS, transport.get(names.HTTP_STATUS, http_status(status)))
         else:
             span.set_attribute(names.RPC_STATUS, int(status.value[0]))
         if status is not grpc.StatusCode.OK:

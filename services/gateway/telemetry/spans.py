@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -45,7 +45,8 @@ class TraceOptions:
 class TraceStart:
     """The start of a request's trace: `context` is its span's, `parent` the caller's.
 
-    `offset_ns` is Unix time minus the clock's time. `start_ns` is in Unix time.
+    `offset_ns` is Unix time minus the clock's time. `start_ns` is in Unix time. `transport` gets
+    `http.response.status_code` when that is sent.
     """
 
     scope: SpanScope
@@ -56,6 +57,7 @@ class TraceStart:
     offset_ns: int
     start_ns: int
     attributes: dict[str, AnyValue] = field(default_factory=dict)
+    transport: Mapping[str, AnyValue] = field(default_factory=dict)
 
     def now_ns(self) -> int:
         return self.clock.now_ns() + self.offset_ns

@@ -76,7 +76,7 @@ class Front:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
-        reply = _Reply(send, self._extra_headers(headers))
+        reply = _Reply(scope, send, self._extra_headers(headers))
         call: HttpCall | None = None
         try:
             with self._logging(scope):
@@ -200,17 +200,20 @@ class Tracing:
 
 
 class _Reply:
-    """Send a response with the headers that all responses have."""
+    """Send a response with the headers that all responses have, and note its status for the span."""
 
-    def __init__(self, send: Send, extra: list[tuple[bytes, bytes]]) -> None:
+    def __init__(self, scope: Scope, send: Send, extra: list[tuple[bytes, bytes]]) -> None:
         self.has_begun = False
         self.is_complete = False
+        self._scope = scope
         self._send = send
         self._extra = extra
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.has_begun = True
+            if CALL in self._scope:
+                self._scope[CALL].span_attributes[names.HTTP_STATUS] = message["status"]
             date = (b"date", formatdate(usegmt=True).encode())
             message["headers"] = [*message.get("headers", ()), *self._extra, date]
         elif not message.get("more_body", False):

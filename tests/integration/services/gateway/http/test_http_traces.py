@@ -6,7 +6,7 @@ from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
 from galley.core import names
-from tests.fakes.http_client import BODY, CHAT, http_client
+from tests.fakes.http_client import BODY, CHAT, Events, http_client
 from tests.fakes.spans import KeptSpans, attributes_of, error_of, parent_of
 from tests.fakes.world import World
 
@@ -41,6 +41,24 @@ async def test_refused_requests_have_a_span_with_their_status(world: World) -> N
         assert attributes_of(span)[names.FIELD] == field
         assert (span.status.description or "").startswith(f"{field}: must be ")
         assert "got" not in (span.status.description or "")
+
+
+async def test_the_status_of_a_span_is_the_one_that_was_sent(world: World) -> None:
+    kept = KeptSpans()
+    gateway = await world.gateway_of(kept.parts(), http_port=0, drain_timeout_s=1)
+    async with http_client(gateway.http) as client:
+        unknown = await client.post("/v1/completions", BODY | {"model": "other"})
+        large = await client.raw.post("/v1/completions", content=b"x" * (1 << 17))
+        world.target.gate.close_after(3)
+        events = Events()
+        async with client.open("/v1/completions", BODY | {"max_tokens": 400}) as response:
+            await events.listen(response, until=2)
+            await gateway.running.stop()
+            await events.listen(response)
+    assert events.error["code"] == "unavailable"
+    sent = [one.status_code for one in (unknown, large, response)]
+    spans = await kept.requests(3)
+    assert [attributes_of(span)[names.HTTP_STATUS] for span in spans] == sent == [404, 413, 200]
 
 
 async def test_each_choice_is_logged_once_with_the_request_id(world: World) -> None:
