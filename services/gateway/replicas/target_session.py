@@ -199,7 +199,9 @@ class TargetSession:
         return failed.retryable or self._refusals <= 1
 
     def move_to(self, target: TargetReplica, reason: str) -> None:
-        """Continue at a replica that serves the session already."""
+        """Continue at a replica that serves the session already. Its first result counts as a move, too."""
+        if self._served_by is None and self._at is not None:
+            self._served_by = self._at.client.replica
         self._at = target
         self._why_left = reason
 

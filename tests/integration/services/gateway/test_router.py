@@ -643,6 +643,10 @@ async def test_a_hedge_is_traced(here: Here) -> None:
     request.release()
     [traced] = await kept.requests()
     assert kept.events(traced, names.HEDGED) == [{names.POOL: "target", names.TO: other.address}]
+    [moved] = kept.events(traced, names.SESSION_MOVED)
+    assert (moved[names.SOURCE], moved[names.TO]) == (home.address, other.address)
+    assert moved[names.REASON] == names.MOVE_HEDGED
+    assert here.targets.move_counts[names.MOVE_HEDGED] == 1
     given_up, answered = [span for span in kept.spans if span.name == names.VERIFY]
     assert (attributes_of(given_up)[names.REPLICA], error_of(given_up)) == (home.address, "cancelled")
     assert (attributes_of(answered)[names.REPLICA], error_of(answered)) == (other.address, None)
