@@ -23,7 +23,7 @@ from galley.common.logs import get_logger
 from galley.common.shared_work import SharedWork
 from galley.common.tls.channels import generation_of
 from galley.common.wire.fields import varint
-from galley.core.errors import Broken, GalleyError, Unavailable
+from galley.core.errors import GalleyError, Unavailable
 from galley.core.features import FeatureForm
 from galley.core.session.events import Replica
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -73,7 +73,7 @@ class Receiver(Protocol[ReceivedT_contra]):
         """Take the next responses, all that have arrived by now."""
 
     def fail(self, error: Exception) -> None:
-        """Take the error that ends the request: AioRpcError, Unavailable, or Broken if the gateway failed."""
+        """Take the error that ends the request: AioRpcError or Unavailable."""
 
 
 class OpenRequest(Generic[ResponseT]):
@@ -223,7 +223,7 @@ class RequestStream(Generic[RequestT, ResponseT]):
     async def send(self, request: RequestT) -> ResponseT:
         """Send `request` and return its only response; cancel the request if this call is cancelled.
 
-        Raise AioRpcError, Unavailable, or Broken if the gateway failed.
+        Raise AioRpcError or Unavailable.
         """
         only: OnlyResponse[ResponseT] = OnlyResponse()
         opened = self.open(request, only)
@@ -315,7 +315,7 @@ class _Connection(Generic[RequestT, ResponseT]):
                 return
             except Exception as error:  # noqa: BLE001  # the requests must not wait for ever
                 _log.error("stream to a replica failed", exc_info=error)
-                self._break(Broken(f"a stream to a replica raised {type(error).__name__}"))
+                self._break(Unavailable("the gateway's stream to the replica has failed"))
                 self._call.cancel()
                 return
 

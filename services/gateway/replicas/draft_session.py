@@ -16,7 +16,7 @@ import grpc
 from galley.core import names
 from galley.core.answer.answer import SessionSpec
 from galley.core.content import Miss, PrefixHasher, look_up
-from galley.core.errors import Broken, Unavailable
+from galley.core.errors import Unavailable
 from galley.core.features import FeatureForm, States
 from galley.core.lookup.lookup import SessionLookup
 from galley.core.names import (
@@ -222,7 +222,7 @@ async def _send(
         if remaining_ns is not None and waited_s >= remaining_ns / SECOND:
             span.failed("deadline_exceeded")  # else the session needs it no more
         raise
-    except (grpc.aio.AioRpcError, Unavailable, Broken) as error:
+    except (grpc.aio.AioRpcError, Unavailable) as error:
         client.lost()
         return messages.failed_event(request.request_id, error, span)
     else:

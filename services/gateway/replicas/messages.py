@@ -212,8 +212,7 @@ def failed_event(request_id: int, error: Exception, span: CallSpan) -> ev.Failed
     """Return the event of a request whose stream broke, and set the status of its span."""
     if not isinstance(error, grpc.aio.AioRpcError):
         span.failed(error_type(error))
-        refusal = error if isinstance(error, Broken) else None  # which would happen at every replica
-        return ev.Failed(request_id, str(error), retryable=refusal is None, refusal=refusal)
+        return ev.Failed(request_id, str(error))
     span.failed(error.code().name.lower())
     return ev.Failed(request_id, f"{error.code().name}: {error.details()}")
 

@@ -11,7 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from galley.common.tls.channels import open_channel
-from galley.core.errors import Broken, Unavailable
+from galley.core.errors import Unavailable
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.gateway.replicas.clients import MAX_MESSAGE_BYTES, RequestStream, stream_of
@@ -167,7 +167,7 @@ async def test_a_message_that_cannot_be_built_fails_the_open_requests(pool: Pool
     pool.hold, pool.fault = False, KeyError("no such field")
     with capture_logs() as logs:
         failed = await asyncio.gather(stream.send(item("s")), sent.next(), return_exceptions=True)
-    assert [type(error) for error in failed] == [Broken, Broken]
+    assert [type(error) for error in failed] == [Unavailable, Unavailable]
     assert [(line["log_level"], line["event"]) for line in logs] == [("error", "stream to a replica failed")]
     assert stream.is_broken
     assert (await stream.send(item("s"))).session_id == "s"

@@ -16,14 +16,12 @@ from galley.common.registry.leases import target_lease
 from galley.core import names
 from galley.core.answer.answer import SessionSpec
 from galley.core.content import block_hashes, prefix_hash
-from galley.core.errors import Broken
 from galley.core.routing.choice import TargetLease
 from galley.core.routing.lateness import VerdictTimes
 from galley.core.session import events as ev
 from galley.core.session.events import Replica
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import SECOND, MonotonicClock
-from services.gateway.replicas import clients
 from services.gateway.replicas.clients import TargetClient, _Connection
 from services.gateway.replicas.delivery import DeliveryQueue, Recipient
 from services.gateway.replicas.requirements import TargetRequirements
@@ -444,22 +442,6 @@ async def test_an_unexpected_error_ends_the_request(
     assert (failed.message, failed.retryable) == ("its request raised KeyError", False)
     assert not failed.elsewhere, "it would fail at every replica"
     assert [line["event"] for line in logged] == ["target request failed"]
-
-
-async def test_an_error_in_a_connection_ends_its_requests(
-    here: Here, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_: int) -> bytes:
-        raise KeyError
-
-    target = TargetSession(here.targets)
-    with monkeypatch.context() as patched, capture_logs():
-        patched.setattr(clients, "varint", fail)
-        [failed] = await here.ask(target, confirmed(0))
-    assert isinstance(failed, ev.Failed)
-    assert isinstance(failed.refusal, Broken)
-    assert not failed.elsewhere, "it would fail at every replica"
-    await here.verified(TargetSession(here.targets), confirmed(0))
 
 
 async def test_a_session_leaves_a_failing_replica(here: Here) -> None:
