@@ -125,7 +125,7 @@ class ResponseObjects:
             "system_fingerprint": answer.fingerprint or self.model.info.fingerprint,
         }
         after = with_json(fields, "output", b"[%b]" % (output or b""), {} if output is None else self.lists)
-        return b"%b,%b,%b" % (to_json(before)[:-1], self.record.parameters, after[1:])
+        return b",".join(filter(None, (to_json(before)[:-1], self.record.parameters, after[1:])))
 
     def message(self, part: bytes = b"") -> bytes:
         fields = {

@@ -17,7 +17,7 @@ from services.gateway.http.parameters.tools import NamedFunction
 from services.gateway.http.responses.record import Call, Record, Turn
 from services.gateway.http.responses.schemas import InputItem, InputPart, ResponseRequest
 from services.gateway.http.tools.requests import tool_use
-from services.gateway.http.transport.encoding import ASCII, json_text, json_texts
+from services.gateway.http.transport.encoding import json_text, json_texts
 
 _TEXTS = ("input_text", "output_text", "text")
 _NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
@@ -143,7 +143,7 @@ async def _parameters(body: ResponseRequest, turn: asyncio.Lock) -> bytes:
         "user": body.user,
     }
     values = [before, after, *map(_given, body.tools or ())]
-    first, last, *tools = await json_texts(values, turn, ASCII)
+    first, last, *tools = await json_texts(values, turn)
     return f'{first[1:-1]},"tools":[{",".join(tools)}],{last[1:-1]}'.encode()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -16,10 +16,9 @@ _SLICE = 2048
 _PIECE_COST = 4
 """So many values are encoded at once in the time of a piece by Python code."""
 
-ASCII = json.JSONEncoder(separators=(",", ":"))
+to_text = json.JSONEncoder(separators=(",", ":")).encode
 UNICODE = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
-"""As `ASCII`, but each character as itself: shorter, for what is stored, compiled or part of a prompt."""
-to_text = ASCII.encode
+"""As `to_text`, but each character as itself: shorter, for what is stored, compiled or part of a prompt."""
 
 
 def to_json(value: object) -> bytes:
@@ -68,36 +67,41 @@ async def in_slices(length: int, size: int, work: Callable[[slice], _T], turn: a
     return done
 
 
-async def json_texts(
-    values: Sequence[object], turn: asyncio.Lock, encoder: json.JSONEncoder = UNICODE
-) -> list[str]:
-    """Return the JSON of each value, made in slices of about a millisecond within `turn`."""
+async def json_texts(values: Sequence[object], turn: asyncio.Lock) -> list[str]:
+    """Return the JSON of each value, made in slices of about a millisecond, each within `turn`."""
     if _is_small(values):
-        return [*map(encoder.encode, values)]
+        return [*map(UNICODE.encode, values)]
     texts = []
     for value in values:
-        async with turn:
-            await asyncio.sleep(0)
-            texts.append(encoder.encode(value) if _is_small(value) else await _in_parts(value, encoder))
+        if _is_small(value):
+            async with turn:
+                await asyncio.sleep(0)
+                texts.append(UNICODE.encode(value))
+            continue
+        pieces, text = UNICODE.iterencode(value), ""
+        while part := await _next_slice(pieces, turn):
+            text += part
+        texts.append(text)
     return texts
 
 
-async def json_text(value: object, turn: asyncio.Lock, encoder: json.JSONEncoder = UNICODE) -> str:
+async def json_text(value: object, turn: asyncio.Lock) -> str:
     """Return the JSON of a value, made as `json_texts` makes it."""
-    [text] = await json_texts([value], turn, encoder)
+    [text] = await json_texts([value], turn)
     return text
 
 
-async def _in_parts(value: object, encoder: json.JSONEncoder) -> str:
-    """Return the JSON of a value by the encoder's Python code: slower, but it can be interrupted."""
-    pieces, left = [], _SLICE
-    for piece in encoder.iterencode(value):
-        pieces.append(piece)
-        left -= _PIECE_COST + len(piece) // 64
-        if left < 0:
-            await asyncio.sleep(0)
-            left = _SLICE
-    return "".join(pieces)
+async def _next_slice(pieces: Iterator[str], turn: asyncio.Lock) -> str:
+    """Return what the encoder's Python code makes next in a slice: slower, but it can be interrupted."""
+    taken, left = [], _SLICE
+    async with turn:
+        await asyncio.sleep(0)
+        for piece in pieces:
+            taken.append(piece)
+            left -= _PIECE_COST + len(piece) // 64
+            if left < 0:
+                break
+    return "".join(taken)
 
 
 def _is_small(value: object) -> bool:

@@ -233,7 +233,10 @@ CASES: dict[str, Callable[[Calls], Awaitable[object]]] = {
 }
 
 _PARSED = ("generate", "audit, ids", "http: ids", "http: prompts", "http: text", "http: chat")
-_ALSO_PARSED = ("http: tokenize", "http: detokenize", "http: response of a long text")
+_ALSO_PARSED = (
+    *("http: tokenize", "http: detokenize", "http: response of a long text", "http: response with tools"),
+    *("http: response with a large", "http: response with too large", "http: response that continues"),
+)
 PARSED = {name for name in CASES if name.startswith((*_PARSED, *_ALSO_PARSED))}
 """Calls whose prompts are parsed or decoded in threads, in part in Python."""
 MOST_PARSING_MS = 40.0

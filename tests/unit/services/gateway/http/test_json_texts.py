@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
 
-from services.gateway.http.transport.encoding import ASCII, UNICODE, json_texts
+from services.gateway.http.transport.encoding import UNICODE, json_texts
 
 SMALL = {"a": [1, -2.5, None, True, 'é\x7f中"\\'], "": {}}
 LARGE: list[Any] = [
@@ -18,10 +17,20 @@ LARGE: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("encoder", [ASCII, UNICODE])
 @pytest.mark.parametrize("values", [[], [SMALL], [SMALL] * 2000, *([one, SMALL] for one in LARGE)])
-async def test_texts_are_those_of_the_encoder(values: list[Any], encoder: json.JSONEncoder) -> None:
-    assert await json_texts(values, asyncio.Lock(), encoder) == [encoder.encode(value) for value in values]
+async def test_texts_are_those_of_the_encoder(values: list[Any]) -> None:
+    assert await json_texts(values, asyncio.Lock()) == [UNICODE.encode(value) for value in values]
+
+
+async def test_those_who_share_the_lock_take_it_between_the_slices_of_a_value() -> None:
+    lock = asyncio.Lock()
+    encoding = asyncio.create_task(json_texts([LARGE[0]], lock))
+    taken = 0
+    while not encoding.done():
+        async with lock:
+            taken += 1
+            await asyncio.sleep(0)
+    assert taken > 6
 
 
 @pytest.mark.parametrize("value", LARGE)

@@ -59,7 +59,7 @@ async def with_turns(call: Awaitable[bytes]) -> tuple[dict[str, Any], int]:
 
 
 async def test_those_of_a_response() -> None:
-    objects = ResponseObjects(Record({}, None), model(), Format("response", token_ids=True), answered(20_000))
+    objects = ResponseObjects(Record(), model(), Format("response", token_ids=True), answered(20_000))
     body, turns = await with_turns(objects.whole())
     assert (body["token_ids"], body["from_draft"]) == (TOKENS, DRAFTS)
     assert turns >= 2 * len(TOKENS) / MOST
@@ -68,7 +68,7 @@ async def test_those_of_a_response() -> None:
 async def test_a_response_without_output_or_ids_has_none() -> None:
     with_ids = Format("response", token_ids=True)
     for form, is_begun in ((with_ids, False), (Format("response"), True)):
-        objects = ResponseObjects(Record({}, None), model(), form, answered(3))
+        objects = ResponseObjects(Record(), model(), form, answered(3))
         body = json.loads(await objects.whole() if is_begun else (await objects.with_lists()).response())
         assert not body.keys() & {"token_ids", "from_draft"}
         assert body["output"] == [] or is_begun
