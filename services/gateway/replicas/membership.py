@@ -134,7 +134,8 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
         self._open_channel = open_channel
         self._clock = clock
         self._replicas: dict[str, ReplicaT] = {}
-        self._refused = 0
+        self._present: Collection[str] = ()
+        """The addresses that the source had last, with those of replicas that are refused."""
         self._refusals: dict[str, GalleyError] = {}
         self._problem = ""
         self._read_error = ""
@@ -149,7 +150,7 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
     def up_and_down(self) -> tuple[int, int]:
         """Return how many replicas are up, and how many are known but are not, refused ones included."""
         up = sum(replica.is_accepted and replica.is_up for replica in self._replicas.values())
-        return up, len(self._replicas) - up + self._refused
+        return up, len(self._replicas.keys() | self._present) - up
 
     def hosts(self) -> list[pb.Host]:
         """Return the cores of the replicas that are up."""
@@ -229,11 +230,10 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
         except GalleyError as error:
             self._read_failed(error)
             return
-        self._read_error = ""
+        self._read_error, self._present = "", leases.keys()
         await self._drop_missing({address for address, lease in leases.items() if self._note(address, lease)})
         if unknown := [it for it in self._replicas.values() if it.is_unknown()]:
             await asyncio.gather(*map(self._meet, unknown))
-        self._refused = len(leases.keys() - self._replicas.keys())
         self._update()
 
     def _read_failed(self, error: GalleyError) -> None:

@@ -129,7 +129,7 @@ class Call:
         duration_ns = now - self._started_ns
         outcome, fault = end_of(error)
         if self._metrics is not None:
-            self._count(self._metrics, outcome, fault, duration_ns)
+            self._count(self._metrics, outcome, fault, now)
         _log_call(error, outcome, duration_ns, {"model": self._answering, **self._facts(error)})
         self._session = None  # cancelled timers keep their context, and so this object
 
@@ -144,7 +144,8 @@ class Call:
             return DeadlinePassed("the deadline of the call has passed")
         return error
 
-    def _count(self, metrics: CallMetrics, outcome: str, fault: str, duration_ns: int) -> None:
+    def _count(self, metrics: CallMetrics, outcome: str, fault: str, now: int) -> None:
+        duration_ns = now - self._started_ns
         labels, span = self._labels(), span_ref(self._span)
         served = self._answering if self._session is not None else ""
         failure = "" if outcome == OK else outcome
@@ -152,14 +153,18 @@ class Call:
         metrics.streams.at(outcome, fault).value += 1
         if self._model is None:
             metrics.resumes.at(outcome).value += 1
-        if not self._is_new or outcome not in {OK, DEADLINE_EXCEEDED}:
+        if not self._is_new:
             return
-        if not self._first_ns and outcome == DEADLINE_EXCEEDED:
-            metrics.first_tokens.at(*labels, served).observe(duration_ns / SECOND, span)
-        if self._later_tokens:
-            later_ns = max(0, self._last_ns - self._first_ns - self.stalled_ns)
-            cell = metrics.later_tokens.at(*labels, served)
-            cell.observe(later_ns / self._later_tokens / SECOND, span)
+        if outcome == OK and self._later_tokens:
+            later_ns, tokens = self._last_ns - self._first_ns, self._later_tokens
+        elif outcome == DEADLINE_EXCEEDED and self._first_ns:
+            later_ns, tokens = now - self._first_ns, self._later_tokens + 1  # the one that did not come
+        else:
+            if outcome == DEADLINE_EXCEEDED:
+                metrics.first_tokens.at(*labels, served).observe(duration_ns / SECOND, span)
+            return
+        cell = metrics.later_tokens.at(*labels, served)
+        cell.observe(max(0, later_ns - self.stalled_ns) / tokens / SECOND, span)
 
     @property
     def _answering(self) -> str:

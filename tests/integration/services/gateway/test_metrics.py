@@ -210,7 +210,9 @@ async def test_tokens_that_a_deadline_cut_off_count_as_late(world: World) -> Non
     await refused(receive(it.gateway.generate(timeout_s=0.5)))
     await it.gateway.idle()
     assert count(it.registry, catalogue.TIME_TO_FIRST_TOKEN, *CALL) == 2
-    assert count(it.registry, catalogue.TIME_PER_OUTPUT_TOKEN, *CALL) == 1
+    later = histogram(it.registry, catalogue.TIME_PER_OUTPUT_TOKEN, *CALL)
+    assert sum(later.counts) == 1
+    assert later.total > 0.1, "most of the time passed without a token"
 
 
 async def test_overload_and_drain_are_server_faults(world: World) -> None:
