@@ -177,14 +177,15 @@ Burn rates of the error budgets and their alerts, as in Google's SRE workbook, c
     max by ({{ $by }}) (galley_replicas{pool="target", state="up", {{ $in }}}) == 0
       or (
         sum by ({{ $by }}) (galley_sessions_open{ {{- $in -}} }) > 0
-          unless sum by ({{ $by }}) (rate(galley_rounds_total{ {{- $in -}} }[2m])) > 0
+          unless sum by ({{ $by }}) (rate(galley_rounds_total{ {{- $in -}} }[5m])) > 0
+          unless sum by ({{ $by }}) (rate(galley_batch_duration_seconds_count{ {{- $in -}} }[5m])) > 0
       )
   {{- include "galley.alertFields" (list $ .) | nindent 2 }}
   annotations:
     summary: No target replica is available, or none decodes
     description: >-
-      For {{ .for }} no gateway has had an available target replica, or streams were open and no round ended. Streams pause, then
-      end with UNAVAILABLE.
+      For {{ .for }} no gateway has had an available target replica, or streams were open while no step of a target ended. Streams
+      pause, then end with UNAVAILABLE.
     {{ include "galley.runbook" (list $ "GalleyTargetPoolDown") }}
 {{- end }}
 {{- end }}
@@ -195,7 +196,9 @@ Burn rates of the error budgets and their alerts, as in Google's SRE workbook, c
     max by ({{ $by }}) (galley_replicas{pool="draft", state="up", {{ $in }}}) == 0
       or (
         min by ({{ $by }}) (galley_breaker_state{pool="draft", {{ $in }}}) > 0
-          and min by ({{ $by }}) (max_over_time(galley_breaker_state{pool="draft", {{ $in }}}[5m])) > 1
+          and min by ({{ $by }}) (
+            max_over_time(galley_breaker_state{pool="draft", {{ $in }}}[5m]) and galley_breaker_state{pool="draft", {{ $in }}}
+          ) > 1
           and sum by ({{ $by }}) (rate(galley_rounds_total{ {{- $in -}} }[2m])) > 0
       )
   {{- include "galley.alertFields" (list $ .) | nindent 2 }}
@@ -211,7 +214,7 @@ Burn rates of the error budgets and their alerts, as in Google's SRE workbook, c
 {{- if .enabled }}
 - alert: GalleyFailoverRateHigh
   expr: |
-    60 * sum by ({{ $by }}, pool) (rate(galley_failovers_total{reason!="left", {{ $in }}}[{{ .window }}]))
+    60 * sum by ({{ $by }}, pool) (rate(galley_failovers_total{reason!~"left|hedged", {{ $in }}}[{{ .window }}]))
       / on ({{ $by }}) group_left ()
         clamp_min(sum by ({{ $by }}) (avg_over_time(galley_sessions_open{ {{- $in -}} }[{{ .window }}])), 1)
       > {{ .threshold }}
