@@ -15,6 +15,7 @@ from tests.simulation.mutants import MUTANTS, Mutant
 from tests.simulation.run import continued, detect, part_of, play, report_of, shrink, unfinished
 from tests.simulation.schedule import Schedule
 from tests.simulation.schedules.audits import AUDITS
+from tests.simulation.schedules.cuts import CUTS, give_ups_s
 from tests.simulation.schedules.seeds import schedule_of
 from tests.simulation.schedules.themes import THEMES
 from tests.simulation.schedules.versions import SHARE, VERSIONS
@@ -33,9 +34,9 @@ ALLOWED = {
     "a client that has noticed a loss hears no more of the answer": 5_023_931,
     "answers that broke off are read again within a budget of 2 tokens a second": 102,
 }
-"""Schedules that were once called violations, by what the rules have to allow in them."""
+"""Schedules of the early draw that were once called violations, by what the rules have to allow in them."""
 MENDED = {"the read of an answer's end did not count as reading": 8_880_039}
-"""Schedules that showed a defect that no other test shows."""
+"""Schedules of the early draw that showed a defect that no other test shows."""
 AUDITED = range(24)
 VERSIONED = range(60)
 CHANGED = (
@@ -116,12 +117,20 @@ def test_no_schedule_breaks_a_rule() -> None:
 
 @pytest.mark.parametrize("seed", ALLOWED.values(), ids=ALLOWED)
 def test_a_rule_allows_what_the_product_may_do(seed: int) -> None:
-    assert run_schedule(schedule_of(seed)).violation is None
+    assert run_schedule(schedule_of(seed, is_early=True)).violation is None
 
 
 @pytest.mark.parametrize("seed", MENDED.values(), ids=MENDED)
 def test_a_mended_defect_stays_mended(seed: int) -> None:
-    assert run_schedule(schedule_of(seed)).violation is None
+    assert run_schedule(schedule_of(seed, is_early=True)).violation is None
+
+
+def test_cuts_are_drawn_around_the_longest_give_up_and_beyond() -> None:
+    schedules = [schedule_of(seed) for seed in range(300)]
+    shares = [it.for_s / max(give_ups_s(of)) for of in schedules for it in of.faults if it.kind in CUTS]
+    beyond = sum(share > 1.0 for share in shares)
+    assert 0.15 < beyond / len(shares) < 0.35
+    assert any(0.95 < share < 1.0 for share in shares)
 
 
 def test_a_part_is_played_from_its_seeds() -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import astuple
 
 from tests.simulation.schedule import Fault, Schedule
+from tests.simulation.schedules.cuts import give_ups_s
 
 _FAULTS_END_S = 2.5
-"""All faults begin before this time; they last a few seconds at most."""
+"""All faults begin before this time."""
 _AROUND = frozenset({"cut", "deaf", "freeze", "lossy", "stall"})
 """Faults whose length is often that of a time limit."""
 _LONGEST_S = 10.0
+"""Longest length that is drawn around limits of several parts; `cuts.py` draws longer ones."""
 COPIES = ("copy-0", "copy-1")
 
 
@@ -34,8 +35,7 @@ class Drawer:
         clients = [planned.client for planned in schedule.sessions]
         replicas = self._targets + drafts
         nodes = [*gateways, *replicas, "redis"]
-        timing, patience = schedule.timing, {it.retries.patience_s for it in schedule.sessions}
-        self._give_ups = [*astuple(timing), *sorted(patience), schedule.client_s, timing.renew_s]
+        self._give_ups = give_ups_s(schedule)
         self._killed = gateways + replicas + self._targets
         # (weight, kind, the groups that its subjects come from, its longest time in seconds, amounts)
         self._kinds: list[tuple[int, str, Sequence[Sequence[str]], float, Sequence[float]]] = [

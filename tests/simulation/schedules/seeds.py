@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from tests.simulation.grammars import GRAMMARS
 from tests.simulation.schedule import PlannedSession, Schedule, Timing
 from tests.simulation.schedules.audits import AUDITS, with_audits
+from tests.simulation.schedules.cuts import with_long_cuts
 from tests.simulation.schedules.draw import faults_of
 from tests.simulation.schedules.sessions import (
     TWIN,
@@ -37,12 +38,17 @@ _THEMED = 0.2
 """Share of the schedules with a theme."""
 
 
-def schedule_of(seed: int, theme: str = "") -> Schedule:
+def schedule_of(seed: int, theme: str = "", *, is_early: bool = False) -> Schedule:
+    """Return the schedule of a seed. An early draw has short cuts."""
     rng = random.Random(seed)
     drawn = rng.choice(tuple(THEMES)) if rng.random() < _THEMED else ""
     schedule = _plain(seed, rng)
     make = THEMES.get(theme or drawn)
-    whole = _bearable(schedule if make is None else make(schedule, rng))
+    if make is not None:
+        schedule = make(schedule, rng)
+    elif not is_early:
+        schedule = with_long_cuts(schedule)
+    whole = _bearable(schedule)
     whole = with_versions(whole, always=theme == VERSIONS)
     whole = with_audits(whole, always=theme == AUDITS)
     return _with_protocols(_with_predictions(_with_grammars(whole)))
