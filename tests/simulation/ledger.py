@@ -17,6 +17,7 @@ from galley.core.content import block_hashes, common_prefix_len
 from galley.core.records import decode_records
 from galley.core.store import Ownership, StoredSession
 from services.gateway.audit.verification import AUDIT_PREFIX
+from services.gateway.session import streams
 from tests.simulation.system.loop import running_loop
 from tests.simulation.truth import is_over, text_of, true_next
 
@@ -28,8 +29,6 @@ BLOCK_TOKENS = 8
 _KEPT_LINES = 4000
 _MOST_REPLAYED = 32
 """Most tokens that a gateway replays before others get a turn: about 1 ms of work (decision 029)."""
-LEEWAY_S = 0.1
-"""Calls that follow each other so closely may replace one another (decision 028)."""
 
 
 class Violation(Exception):
@@ -94,6 +93,7 @@ class Ledger:
         """When its latest owner left a session, or took one that it does not run yet."""
         self.made_at: dict[str, float] = {}
         self.was_streamed: set[str] = set()
+        self.has_finished: set[str] = set()
         self.rests_until_s = 0.0
         self.roll_backs = 0
         self.stepped_s = -math.inf
@@ -281,7 +281,8 @@ class Ledger:
         # Decision 028 promises nothing if clocks are set, gateways freeze, or calls come at about one time.
         session.excused.add(former.near.name)
         excused = self.stepped_s > call.began_s or call.looks_newer
-        if not excused and ended_s + LEEWAY_S < former.began_s:
+        leeway_s = streams._LEEWAY_MS / 1000  # calls that follow each other so closely: decision 028
+        if not excused and ended_s + leeway_s < former.began_s:
             self.violate(f"{former.near.name} is fenced for a call that {call.near.name} had given up")
 
     def fenced_s(self, session_id: str, call: Call | None) -> float:
@@ -319,6 +320,7 @@ class Ledger:
         self._is_true(owner.session_id, log, meta)
         session = self._records[owner.session_id]
         session.finisher = call
+        self.has_finished.add(owner.session_id)
         if not is_over(session.spec, log):
             self.violate(f"{owner.session_id} was finished at {len(log)}, before its end")
 

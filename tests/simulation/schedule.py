@@ -14,6 +14,12 @@ from tests.simulation.grammars import STOP
 ID_SECRET = b"of all gateways"
 MOST_K = 8
 """Most draft tokens of a request that the targets accept."""
+START_S = 5.0
+"""Time that a gateway gives its targets at its start, before it tries again."""
+MAX_DRAFT_COOLDOWN_S = 1.0
+FINISHED_TTL_S = 120.0
+RENEWALS = 3
+"""Renewals of a session within the time that the store keeps it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,7 @@ class Timing:
 
     @property
     def renew_s(self) -> float:
-        return self.ttl_s / 3
+        return self.ttl_s / RENEWALS
 
     @property
     def settled_s(self) -> float:
@@ -176,6 +182,8 @@ class Schedule:
     versions: VersionPlan | None = None
     audits: bool = False
     """Whether gateways audit every session that finishes."""
+    limits: tuple[tuple[str, float], ...] = ()
+    """Factors by which constants of the product are shrunk or grown, by name."""
 
     def __str__(self) -> str:
         head = (
@@ -184,7 +192,7 @@ class Schedule:
             f"window {self.window}, passes of {self.pass_s} s, client_s {self.client_s}, "
             f"slow_factor {self.slow_factor}, hedge_quantile {self.hedge_quantile}, "
             f"looks_up {self.looks_up}, audits {self.audits}, {self.copies} of {self.replicas} copies, "
-            f"{self.timing}"
+            f"{self.timing}{''.join(f', {name} * {factor:g}' for name, factor in self.limits)}"
         )
         changes = () if self.versions is None else (self.versions.labels, *self.versions.changes)
         what = (*self.principals, *self.sessions, *self.faults, *changes)

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
+import pkgutil
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from services.gateway import audit, replicas, session, store, versions
+from services.gateway.replicas import membership
+from services.gateway.session import streams
+from services.gateway.store import session_log
 from tests.simulation.mutants import MUTANTS, Mutant
 from tests.simulation.run import continued, detect, part_of, play, report_of, shrink, unfinished
 from tests.simulation.schedule import Schedule
 from tests.simulation.schedules.audits import AUDITS
 from tests.simulation.schedules.cuts import CUTS, give_ups_s
+from tests.simulation.schedules.limits import LIMITS, limited
 from tests.simulation.schedules.seeds import schedule_of
 from tests.simulation.schedules.themes import THEMES
 from tests.simulation.schedules.versions import SHARE, VERSIONS
@@ -37,6 +46,13 @@ ALLOWED = {
 """Schedules of the early draw that were once called violations, by what the rules have to allow in them."""
 MENDED = {"the read of an answer's end did not count as reading": 8_880_039}
 """Schedules of the early draw that showed a defect that no other test shows."""
+NOT_DRAWN = {
+    *("_PAUSE_S", "_INTERVAL_S", "_SATURATED_S"),  # how responses of replicas are gathered
+    *("_GRANT_NS", "_MOST_GRANTED_NS"),  # CPU time, which is not simulated
+    *("DEFAULT_CALL_TIMEOUT_S", "_COUNTS_NS", "_INCIDENTS_MS", "_TURN_S"),  # of parts that are simulated
+    *("SESSION_TTL_S", "LARGEST_CLOCK_STEP_S"),  # the default of a setting, and how long aborts are known
+}
+"""Time limits of the gateway's modules that no schedule changes."""
 AUDITED = range(24)
 VERSIONED = range(60)
 CHANGED = (
@@ -131,6 +147,29 @@ def test_cuts_are_drawn_around_the_longest_give_up_and_beyond() -> None:
     beyond = sum(share > 1.0 for share in shares)
     assert 0.15 < beyond / len(shares) < 0.35
     assert any(0.95 < share < 1.0 for share in shares)
+
+
+def test_limits_of_the_product_are_drawn_and_put_back() -> None:
+    before = membership.POLL_S, streams._OWNER_PAUSE_MS, session_log.LAST_CALL_S
+    schedules = [schedule_of(seed) for seed in range(300)]
+    drawn = {(name, factor) for schedule in schedules for name, factor in schedule.limits}
+    assert {name for name, factor in drawn if factor > 1.0} == set(LIMITS)
+    assert 0.4 < sum(not schedule.limits for schedule in schedules) / len(schedules) < 0.6
+    schedule = replace(schedules[0], limits=(("POLL_S", 2.0), ("_OWNER_PAUSE_MS", 0.5)))
+    with limited(schedule):
+        assert (2 * before[0], before[1] // 2) == (membership.POLL_S, streams._OWNER_PAUSE_MS)
+    assert before == (membership.POLL_S, streams._OWNER_PAUSE_MS, session_log.LAST_CALL_S)
+
+
+def test_every_time_limit_of_a_gateway_is_drawn() -> None:
+    found = {
+        name
+        for package in (replicas, session, store, versions, audit)
+        for info in pkgutil.iter_modules(package.__path__, package.__name__ + ".")
+        for name, value in vars(importlib.import_module(info.name)).items()
+        if re.fullmatch(r"_?[A-Z][A-Z_]*_(S|MS|NS)", name) and isinstance(value, int | float)
+    }
+    assert found - set(LIMITS) == NOT_DRAWN
 
 
 def test_a_part_is_played_from_its_seeds() -> None:

@@ -11,6 +11,7 @@ import grpc
 from galley.client.errors import GalleyRpcError
 from tests.simulation.ledger import BLOCK_TOKENS
 from tests.simulation.schedule import Fault
+from tests.simulation.schedules.limits import grown_s
 from tests.simulation.system.replicas import BLOCKS
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ class Verdicts:
             return 0.0
         unread_s = schedule.client_s if fault.kind == "stall" else 0.0
         slowest_s = max(it.pause_s * it.spec.max_position for it in schedule.sessions)
-        return fault.at_s + fault.for_s + max(unread_s, slowest_s) + timing.settled_s
+        return fault.at_s + fault.for_s + max(unread_s, slowest_s) + timing.settled_s + grown_s(schedule)
 
     def _wrong(self, client: SimClient, error: GalleyRpcError, what: str) -> None:
         self._world.ledger.violate(f"{client.process.name} {what}: {error}")

@@ -14,15 +14,15 @@ from galley.core.versions.counts import VersionCounts, session_counts
 from galley.core.versions.rule import Outcome, Rule, decide
 from galley.core.versions.split import Split
 from galley.core.versions.state import Change, VersionState
-from services.gateway.versions.keeper import READ_S
+from services.gateway.versions import keeper
 from tests.simulation.schedule import Fault, VersionPlan
 from tests.simulation.system.redis import at_once
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-_KNOWN_S = READ_S + 0.6
-"""Time after a change in which all gateways know it, if nothing fails, and have sent what they began."""
+_SENT_S = 0.6
+"""Time in which a gateway that has read a change has sent what it began before, if nothing fails."""
 _JUDGED_SESSIONS = 60
 
 
@@ -66,7 +66,7 @@ class WorldVersions:
         if world.schedule.faults or len(plan.changes) > 1 or not world.ready_s:
             return
         since_s = asyncio.get_running_loop().time() - world.ready_s - plan.settled_s
-        if since_s < _KNOWN_S or world.ledger.rests_until_s:
+        if since_s < keeper.READ_S + _SENT_S or world.ledger.rests_until_s:
             return
         split = self._state.split
         is_canary = split.is_canary(session_id, b"", "")

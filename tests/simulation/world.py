@@ -15,10 +15,12 @@ import structlog
 from galley.client.options import Retries
 from services.gateway.request.validate import tenant_salt_for
 from tests.fakes.kv_check import check_table
+from tests.simulation import schedule as settings
 from tests.simulation.client import SimClient
 from tests.simulation.faults import Faults
 from tests.simulation.ledger import Ledger, Violation
 from tests.simulation.schedule import ID_SECRET, Fault, PlannedSession, Schedule
+from tests.simulation.schedules.limits import grown_s, limited
 from tests.simulation.system.call import Server, current_call
 from tests.simulation.system.copies import Copies
 from tests.simulation.system.gateway import SimGateway
@@ -32,7 +34,6 @@ from tests.simulation.versions import WorldVersions
 if TYPE_CHECKING:
     from galley.core.kv.table import KvTable
 
-FINISHED_TTL_S = 120.0
 _READY_S = 5.0
 _LEAVE_ALONE = LEAVE_OWNERS - {"stall", "jump"}
 """Faults that do not stop a session from continuing without its client."""
@@ -81,7 +82,9 @@ class World:
         self.verdicts = Verdicts(self)
         self.servers: dict[str, Server] = {}
         self.specs = {planned.spec.session_id: planned.spec for planned in schedule.sessions}
-        self.redis = SimRedis(self.network, ledger, schedule, FINISHED_TTL_S, kinds.sessions, kinds.copies)
+        self.redis = SimRedis(
+            self.network, ledger, schedule, settings.FINISHED_TTL_S, kinds.sessions, kinds.copies
+        )
         self.snapshots: dict[Fault, object] = {}
         plan = schedule.versions
         self.versions = None if plan is None else WorldVersions(self, plan)
@@ -170,7 +173,8 @@ class World:
         if self.verdicts.may_fill_targets() or not self.has_only(_LEAVE_ALONE):
             return True
         return all(
-            self.redis.sessions.is_finished(client.spec.session_id)
+            client.spec.session_id in self.ledger.has_finished
+            or self.redis.sessions.is_finished(client.spec.session_id)
             for client in self.clients.values()
             if client.left
             and client.spec.continue_without_client
@@ -209,10 +213,11 @@ class World:
 
     def _check_drafts(self) -> None:
         """Check that a stream that continues long after the last fault uses drafts again."""
+        mended_s = _MENDED_S + grown_s(self.schedule)
         for planned in self.schedule.sessions if self.drafts else ():
             session_id = planned.spec.session_id
             owned_s = self.ledger.owned_at.get(session_id, 0.0)
-            since_s = max(self.healed_s, owned_s, self.ledger.rests_until_s) + _MENDED_S
+            since_s = max(self.healed_s, owned_s, self.ledger.rests_until_s) + mended_s
             grew_s = self.ledger.grew_at.get(session_id, 0.0)
             if planned.long and grew_s > since_s + _LONG_S:
                 self.ledger.met["drafts again"] += 1
@@ -238,7 +243,7 @@ def run_schedule(schedule: Schedule, kinds: Kinds | None = None, *, keep: bool =
     loop = SimLoop()
     gc.disable()  # when it collects is not deterministic
     try:
-        with virtual_time(loop):
+        with virtual_time(loop), limited(schedule):
             return _run_on(loop, schedule, kinds or Kinds(), keep=keep)
     finally:
         loop.close()

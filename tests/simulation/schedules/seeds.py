@@ -10,6 +10,7 @@ from tests.simulation.schedule import PlannedSession, Schedule, Timing
 from tests.simulation.schedules.audits import AUDITS, with_audits
 from tests.simulation.schedules.cuts import with_long_cuts
 from tests.simulation.schedules.draw import faults_of
+from tests.simulation.schedules.limits import with_limits
 from tests.simulation.schedules.sessions import (
     TWIN,
     by_grammar,
@@ -39,7 +40,7 @@ _THEMED = 0.2
 
 
 def schedule_of(seed: int, theme: str = "", *, is_early: bool = False) -> Schedule:
-    """Return the schedule of a seed. An early draw has short cuts."""
+    """Return the schedule of a seed. An early draw has short cuts, and changes no constant of the product."""
     rng = random.Random(seed)
     drawn = rng.choice(tuple(THEMES)) if rng.random() < _THEMED else ""
     schedule = _plain(seed, rng)
@@ -51,6 +52,7 @@ def schedule_of(seed: int, theme: str = "", *, is_early: bool = False) -> Schedu
     whole = _bearable(schedule)
     whole = with_versions(whole, always=theme == VERSIONS)
     whole = with_audits(whole, always=theme == AUDITS)
+    whole = whole if is_early else with_limits(whole)
     return _with_protocols(_with_predictions(_with_grammars(whole)))
 
 

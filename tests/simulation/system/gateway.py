@@ -28,6 +28,7 @@ from services.gateway.telemetry.observer import RequestObservers
 from services.gateway.versions.keeper import VersionKeeper
 from services.gateway.versions.tally import SessionTally
 from tests.fakes.truth import letters
+from tests.simulation import schedule as settings
 from tests.simulation.grammars import VOCABULARY
 from tests.simulation.schedule import ID_SECRET, Schedule
 from tests.simulation.system.audits import SimAudits
@@ -76,7 +77,7 @@ class SimGateway:
             credit=world.schedule.credit,
             item_drafts=MOST_DRAFT_TOKENS,
             target_timeout_ns=int(world.schedule.timing.target_s * SECOND),
-            max_draft_cooldown_ns=SECOND,
+            max_draft_cooldown_ns=int(settings.MAX_DRAFT_COOLDOWN_S * SECOND),
         )
         self.start()
 
@@ -158,7 +159,7 @@ class SimGateway:
     async def _get_ready(self) -> None:
         while True:
             try:
-                await self.targets.start(5.0)
+                await self.targets.start(settings.START_S)
                 break
             except TargetUnavailable:
                 continue

@@ -31,7 +31,7 @@ from galley.core.store import (
 from galley.core.versions.counts import VersionCounts
 from galley.core.versions.state import VersionEvent, VersionState
 from services.gateway.audit.records import rest_ms
-from services.gateway.store.session_log import LAST_CALL_S
+from services.gateway.store import session_log
 from tests.fakes.store import MemoryStore
 from tests.fakes.versions import MemoryVersions
 from tests.simulation.ledger import Ledger
@@ -45,7 +45,8 @@ T = TypeVar("T")
 
 REDIS = "redis"
 _TURN_S = 150.0
-_LAST_CALL_S = LAST_CALL_S + 0.05
+_ROUNDING_S = 0.05
+"""Time by which a change may seem too late: its gateway reads the clock before."""
 _COPIED_WITHIN = 0.8
 """Share of a call's time in which the replicas must have its change."""
 
@@ -358,8 +359,8 @@ class SimStore(SessionStore):
 
     def _must_be_in_time(self, what: str, since_s: float) -> None:
         """Check that a change, tried at `since_s`, is not executed after all its retries."""
-        late_s = asyncio.get_running_loop().time() - self._redis.timing.store_s - _LAST_CALL_S
-        if max(since_s, self._ledger.stepped_s) < late_s:
+        late_s = asyncio.get_running_loop().time() - self._redis.timing.store_s - session_log.LAST_CALL_S
+        if max(since_s, self._ledger.stepped_s) < late_s - _ROUNDING_S:
             self._ledger.violate(f"{self._caller.name} {what} by a call that it has given up")
 
     async def commit(

@@ -24,7 +24,8 @@ from galley.core.errors import (
     Overloaded,
 )
 from galley.core.records import TokenRecord
-from galley.core.routing.breaker import LONGEST_PAUSE_NS, Breaker
+from galley.core.routing import breaker as breakers
+from galley.core.routing.breaker import Breaker
 from galley.core.session import events as ev
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.auth.authentication import Authentication, Credentials, PrincipalInterceptor
@@ -232,7 +233,7 @@ class CountedDrafts(DraftPool):
         before = breaker._open_until
         super().failed(draft, breaker, attempt)
         if breaker._open_until is not None and breaker._open_until != before:
-            pause_ns = min(breaker._open_until - self._clock.now_ns(), LONGEST_PAUSE_NS)
+            pause_ns = min(breaker._open_until - self._clock.now_ns(), breakers.LONGEST_PAUSE_NS)
             self.ledger.rests(draft.address, pause_ns / SECOND)
 
 
