@@ -123,7 +123,7 @@ class Faults:
             self._world.nodes[name].process.wall_s += fault.amount
         else:
             self._world.redis.ahead_s += fault.amount
-            self._world.ledger.stepped()
+            self._world.ledger.stepped(fault.amount)
 
     def _damage(self, fault: Fault) -> None:
         client, how = fault.where

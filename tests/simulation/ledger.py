@@ -106,6 +106,8 @@ class Ledger:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._records: dict[str, _SessionRecord] = {}
         self._output: Counter[str] = Counter()
+        """The tokens in the logs of each principal; one that is lost and computed again counts once."""
+        self._forward_s = 0.0
         self._salts: dict[str, bytes] = {}
         self._replayed = (0, 0, 0)
         self._guesses: set[bytes] = set()
@@ -212,8 +214,9 @@ class Ledger:
         session = self._records[session_id]
         session.acknowledged = max(session.acknowledged, length)
 
-    def stepped(self) -> None:
+    def stepped(self, by_s: float) -> None:
         """Note that the clock of the store was set: it does not know any more which call is late."""
+        self._forward_s += max(0.0, by_s)
         self.stepped_s = asyncio.get_running_loop().time()
 
     def made(self, session_id: str) -> None:
@@ -235,7 +238,7 @@ class Ledger:
         if session.epochs or len(session.log) > len(session.spec.prompt):
             self.met["made again"] += 1
             self.forgotten.add(session_id)
-            session.cut(len(session.spec.prompt))
+            self._cut(session, len(session.spec.prompt))
             session.meta_bytes = 0
             session.acknowledged = 0
             session.epochs.clear()
@@ -341,7 +344,7 @@ class Ledger:
         if same < len(session.log):
             if not self.roll_backs:
                 self.violate(f"{session_id}: the log has lost or changed what it held")
-            session.cut(max(same, len(session.spec.prompt)))
+            self._cut(session, max(same, len(session.spec.prompt)))
             session.meta_bytes = 0
         if len(log) == len(session.log):
             self.met["commit or claim of what is there"] += 1
@@ -349,6 +352,11 @@ class Ledger:
             self.grew_at[session_id] = asyncio.get_running_loop().time()
             self._extend(session, log, meta)
         session.meta_bytes = len(meta)
+
+    def _cut(self, session: _SessionRecord, length: int) -> None:
+        """Shorten a log to `length` tokens. Those that come again do not count twice."""
+        self._output[session.principal.name] -= len(session.log) - length
+        session.cut(length)
 
     def replayed(self, gateway: str, turn: int, task: int) -> None:
         """Check that a gateway replays few tokens of stored answers without giving others a turn."""
@@ -384,14 +392,18 @@ class Ledger:
         self._keeps_rate(session.principal, len(new))
 
     def _keeps_rate(self, principal: Principal, tokens: int) -> None:
-        """Check what a principal gets over all gateways, unless the store may have lost count of it."""
+        """Check what a principal gets over all gateways.
+
+        A roll-back may fill its bucket again. A clock that is set forward fills it as time does.
+        """
         limits = principal.limits
-        if limits.tokens_per_s is None or self.roll_backs or self.forgotten or self.stepped_s > 0:
+        if limits.tokens_per_s is None:
             return
         self._output[principal.name] += tokens
         specs = [it.spec for it in self._records.values() if it.principal == principal]
         longest = max(spec.max_position - len(spec.prompt) for spec in specs)
-        most = max(limits.burst, longest) + limits.tokens_per_s * asyncio.get_running_loop().time()
+        time_s = asyncio.get_running_loop().time() + self._forward_s
+        most = (1 + self.roll_backs) * max(limits.burst, longest) + limits.tokens_per_s * time_s
         if self._output[principal.name] > most:
             self.violate(f"{principal.name} got {self._output[principal.name]} tokens, at most {most:.0f}")
 

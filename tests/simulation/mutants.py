@@ -321,7 +321,7 @@ MUTANTS = (
     ),
     Mutant(
         "claims before it checks a Resume",
-        "was refused, but has replaced an owner",
+        "was refused, but has changed a session",
         patches={"services.gateway.session.streams.check_resume": _unchecked},
     ),
     Mutant(

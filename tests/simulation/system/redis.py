@@ -357,6 +357,12 @@ class SimStore(SessionStore):
         if self._ledger.owned(stored, self._caller.name, call):
             self._must_be_in_time("owns a session", began_s)
 
+    @staticmethod
+    def _changes(call: Call | None) -> None:
+        """Note that a call has changed a session: it must not be refused."""
+        if call is not None:
+            call.has_changed = True
+
     def _must_be_in_time(self, what: str, since_s: float) -> None:
         """Check that a change, tried at `since_s`, is not executed after all its retries."""
         late_s = asyncio.get_running_loop().time() - self._redis.timing.store_s - session_log.LAST_CALL_S
@@ -372,8 +378,11 @@ class SimStore(SessionStore):
         hashes: LogHashes,
         directory: KvDirectory = UNCHANGED,
     ) -> int:
+        call = current_call()
+
         def commit() -> int:
             length = self._sessions.append(owner, expected_len, tokens, meta, hashes, directory)
+            self._changes(call)
             self._ledger.committed(owner, *self._sessions.held(owner.session_id))
             return length
 
@@ -386,17 +395,19 @@ class SimStore(SessionStore):
 
         def store_finish() -> None:
             at_once(self._sessions.finish(owner, expected_len, finish, log_hash))
+            self._changes(call)
             self._ledger.finished(owner, *self._sessions.held(owner.session_id), call)
 
         await self._redis.call(self._caller, store_finish, owner.session_id)
 
     async def recreate(self, owner: Ownership, new: NewSession, latest_ms: int) -> None:
-        began_s = asyncio.get_running_loop().time()
+        call, began_s = current_call(), asyncio.get_running_loop().time()
 
         def recreate() -> None:
             lost = not self._sessions.holds(owner.session_id)
             at_once(self._sessions.recreate(owner, new, latest_ms))
             if lost:
+                self._changes(call)
                 self._must_be_in_time("makes a session anew", began_s)
                 self._ledger.made_anew(owner)
 
@@ -406,12 +417,14 @@ class SimStore(SessionStore):
         await self._redis.call(self._caller, lambda: at_once(self._sessions.renew(owner)), owner.session_id)
 
     async def abort(self, session_id: str, principal: str, finish: bytes, latest_ms: int) -> None:
-        began_s = asyncio.get_running_loop().time()
+        call, began_s = current_call(), asyncio.get_running_loop().time()
 
         def abort() -> bool:
             was_live = not self._sessions.is_finished(session_id)
             at_once(self._sessions.abort(session_id, principal, finish, latest_ms))
             self._must_be_in_time("aborts a session", began_s)
+            if was_live:
+                self._changes(call)
             return was_live
 
         if await self._redis.call(self._caller, abort, session_id):

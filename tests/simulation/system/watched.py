@@ -91,6 +91,7 @@ class Watch(WrappingInterceptor):
                 return await behavior(request, context)
             except Exception as error:
                 self.raised(error)
+                self.refused(error, Sent(self._world.ledger))
                 raise
 
         return watched
@@ -113,7 +114,7 @@ class Watch(WrappingInterceptor):
         return watched
 
     def refused(self, error: Exception, sent: Sent) -> None:
-        """Violate a rule if a call that was refused has replaced the owner of a session.
+        """Violate a rule if a call that was refused has changed a session: its owner, its log or its end.
 
         A call that has started its stream is refused only if the client has not the tokens that it names.
         """
@@ -124,7 +125,7 @@ class Watch(WrappingInterceptor):
         # A log that the store has lost is claimed to compute it again, which tells what the client has.
         lost = isinstance(error, LogLost) and sent.session_id in ledger.forgotten
         if not (lost or ledger.roll_backs or ledger.damaged):
-            ledger.violate(f"{call.near.name} was refused, but has replaced an owner: {error!r}")
+            ledger.violate(f"{call.near.name} was refused, but has changed a session: {error!r}")
 
     def raised(self, error: Exception) -> None:
         self._world.ledger.met[f"client: {type(error).__name__}"] += 1
