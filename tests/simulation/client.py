@@ -51,6 +51,7 @@ def client_of(
         stub: Any = rpc.GenerationStub(channel)
         if ids is not None:
             stub = HttpStub(channel, stub.Abort, ids, world.ledger, as_response=as_response)
+        stub.Delete = channel.unary_unary("/galley.v1.Generation/Delete")
         client._stubs.append(stub)
     return client
 
@@ -126,6 +127,34 @@ class SimClient:
             await client.abort(self.spec.session_id)
         except GalleyRpcError as error:
             self._world.verdicts.abort_failed(self, error)
+
+    def delete(self) -> None:
+        self._world.ledger.aborting(self.spec.session_id)
+        self.process.spawn(self._delete())
+
+    async def _delete(self) -> None:
+        """Delete the session, and then try to read it: the ledger checks what is streamed."""
+        client = client_of(self._world, self.process, self.planned.principal, self.planned.retries)
+        request = pb.AbortRequest(session_id=self.spec.session_id)
+
+        def delete(stub: Any, key: Any) -> Any:
+            return stub.Delete(request, metadata=key)
+
+        try:
+            await client._first_response(delete)
+        except GalleyRpcError as error:
+            self._world.verdicts.abort_failed(self, error)
+            return
+        reader = Process(f"reader of {self.process.name}")
+        reader.spawn(self._read_deleted(reader))
+
+    async def _read_deleted(self, reader: Process) -> None:
+        client = client_of(self._world, reader, self.planned.principal, NO_RETRIES)
+        try:
+            async for _ in client.resume(self.spec.session_id, 0):
+                pass  # somebody has made it again
+        except GalleyRpcError as error:
+            self._world.ledger.met[f"read after its deletion: {error.code.name}"] += 1
 
     async def _run(self) -> None:
         await self._read()

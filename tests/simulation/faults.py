@@ -154,6 +154,8 @@ class Faults:
                 client.go_elsewhere()
             case "abort":
                 client.abort()
+            case "delete":
+                client.delete()
             case "leave":
                 client.leave()
             case "wrong-resume":
@@ -161,4 +163,4 @@ class Faults:
             case _:
                 self._world.add_client(f"{fault.where[0]}-rival", client.planned)
 
-    _stall = _elsewhere = _abort = _rival = _leave = _wrong_resume = _at_client
+    _stall = _elsewhere = _abort = _delete = _rival = _leave = _wrong_resume = _at_client

@@ -92,6 +92,7 @@ class Ledger:
         self.left_at: dict[str, float] = {}
         """When its latest owner left a session, or took one that it does not run yet."""
         self.made_at: dict[str, float] = {}
+        self.deleted_at: dict[str, float] = {}
         self.was_streamed: set[str] = set()
         self.has_finished: set[str] = set()
         self.rests_until_s = 0.0
@@ -407,14 +408,18 @@ class Ledger:
         if self._output[principal.name] > most:
             self.violate(f"{principal.name} got {self._output[principal.name]} tokens, at most {most:.0f}")
 
-    def streamed(self, session_id: str, index: int, tokens: Sequence[int]) -> None:
-        """Check output tokens that a gateway sends."""
+    def streamed(self, session_id: str, index: int, tokens: Sequence[int], call: Call | None) -> None:
+        """Check output tokens that a gateway sends for a call."""
         session = self._records[session_id]
         end = index + len(tokens)
         self.was_streamed.add(session_id)
         self.note(f"stream {session_id} [{index}, {end})")
         if not session.held(index, tokens):
             self.violate(f"{session_id}: streamed [{index}, {end}), which the log never held")
+        deleted_s = self.deleted_at.get(session_id, math.inf)
+        is_gone = self.made_at.get(session_id, 0.0) < deleted_s and not self.roll_backs
+        if is_gone and call is not None and call.began_s > deleted_s:
+            self.violate(f"{session_id}: streamed for a call that came after its deletion")
 
     def announced(self, session_id: str, index: int, end: int, *, is_new: bool) -> None:
         """Check that a new build was announced before output tokens [index, end) if it computed the first.
@@ -451,6 +456,13 @@ class Ledger:
 
     def has_aborted(self, session_id: str) -> None:
         """Note that the store has aborted a live session, and has told a gateway."""
+        self._records[session_id].has_aborted = True
+
+    def deleted(self, session_id: str) -> None:
+        """Note that the store has removed a session for its principal."""
+        self.met["deleted"] += 1
+        self.note(f"{session_id} is deleted")
+        self.deleted_at[session_id] = asyncio.get_running_loop().time()
         self._records[session_id].has_aborted = True
 
     def was_aborted(self, session_id: str) -> bool:

@@ -45,13 +45,16 @@ from services.gateway.versions.keeper import VersionKeeper
 from tests.fakes.session_world import StreamsBeforeCommit
 from tests.simulation.grammars import VOCAB
 from tests.simulation.schedules.audits import AUDITS
+from tests.simulation.schedules.deletes import DELETES
 from tests.simulation.schedules.versions import VERSIONS
 from tests.simulation.system.mutated import (
     REFUSED,
     AnyPrincipal,
     AppendsTwice,
     ForgetsAborts,
+    KeepsDeleted,
     LateAborts,
+    LateDeletes,
     NoFencing,
     OneForAll,
     RefusesRepeats,
@@ -329,6 +332,18 @@ MUTANTS = (
         "aborts a session by a call that it has given up",
         Kinds(sessions=LateAborts),
         theme="aborted late",
+    ),
+    Mutant(
+        "executes deletions that were given up",
+        "deletes a session by a call that it has given up",
+        Kinds(sessions=LateDeletes),
+        theme=DELETES,
+    ),
+    Mutant(
+        "keeps what was deleted",
+        "for a call that came after its deletion",
+        Kinds(sessions=KeepsDeleted),
+        theme=DELETES,
     ),
     Mutant("forgets an abort", "made anew after its abort", Kinds(sessions=ForgetsAborts), theme="aborted"),
     Mutant("gives sessions to all principals", "of another principal", Kinds(sessions=AnyPrincipal)),

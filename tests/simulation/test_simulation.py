@@ -24,6 +24,7 @@ from tests.simulation.run import continued, detect, part_of, play, report_of, sh
 from tests.simulation.schedule import Schedule
 from tests.simulation.schedules.audits import AUDITS
 from tests.simulation.schedules.cuts import CUTS, give_ups_s
+from tests.simulation.schedules.deletes import DELETES
 from tests.simulation.schedules.limits import LIMITS, limited
 from tests.simulation.schedules.seeds import schedule_of
 from tests.simulation.schedules.themes import THEMES
@@ -54,6 +55,7 @@ NOT_DRAWN = {
 }
 """Time limits of the gateway's modules that no schedule changes."""
 AUDITED = range(24)
+DELETED = range(6)
 VERSIONED = range(60)
 CHANGED = (
     *(f"version: {kind}" for kind in ("try", "promote", "drain-version", "judge", "swap", "lie")),
@@ -170,6 +172,13 @@ def test_every_time_limit_of_a_gateway_is_drawn() -> None:
         if re.fullmatch(r"_?[A-Z][A-Z_]*_(S|MS|NS)", name) and isinstance(value, int | float)
     }
     assert found - set(LIMITS) == NOT_DRAWN
+
+
+def test_what_was_deleted_cannot_be_read() -> None:
+    part = part_of([run_schedule(schedule_of(seed, DELETES)) for seed in DELETED])
+    assert not part.violations
+    assert part.met["deleted"]
+    assert part.met["read after its deletion: NOT_FOUND"]
 
 
 def test_a_part_is_played_from_its_seeds() -> None:

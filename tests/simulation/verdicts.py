@@ -22,7 +22,7 @@ LEAVE_OWNERS = frozenset(
     {"stall", "jump", "engine-fails", "draft-fails", "repeat", "abort", "leave", "wrong-resume", "stranger"}
 )
 """Faults that cut off neither a stream from its gateway nor an owner from the store."""
-_HARMLESS = frozenset({"draft-fails", "jump", "repeat", "wrong-resume", "abort", "stranger"})
+_HARMLESS = frozenset({"draft-fails", "jump", "repeat", "wrong-resume", "abort", "delete", "stranger"})
 """Faults that no stream may end for: a jump if it is shorter than what a gateway waits for a response."""
 _RETRIED = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
 _DEADLINE_S = 0.1

@@ -9,6 +9,7 @@ from tests.simulation.grammars import GRAMMARS
 from tests.simulation.schedule import PlannedSession, Schedule, Timing
 from tests.simulation.schedules.audits import AUDITS, with_audits
 from tests.simulation.schedules.cuts import with_long_cuts
+from tests.simulation.schedules.deletes import DELETES, with_deletes
 from tests.simulation.schedules.draw import faults_of
 from tests.simulation.schedules.limits import with_limits
 from tests.simulation.schedules.sessions import (
@@ -40,7 +41,9 @@ _THEMED = 0.2
 
 
 def schedule_of(seed: int, theme: str = "", *, is_early: bool = False) -> Schedule:
-    """Return the schedule of a seed. An early draw has short cuts, and changes no constant of the product."""
+    """Return the schedule of a seed. An early draw has short cuts, deletes no session, and
+    changes no constant of the product.
+    """
     rng = random.Random(seed)
     drawn = rng.choice(tuple(THEMES)) if rng.random() < _THEMED else ""
     schedule = _plain(seed, rng)
@@ -52,7 +55,8 @@ def schedule_of(seed: int, theme: str = "", *, is_early: bool = False) -> Schedu
     whole = _bearable(schedule)
     whole = with_versions(whole, always=theme == VERSIONS)
     whole = with_audits(whole, always=theme == AUDITS)
-    whole = whole if is_early else with_limits(whole)
+    if not is_early:
+        whole = with_limits(with_deletes(whole, always=theme == DELETES))
     return _with_protocols(_with_predictions(_with_grammars(whole)))
 
 

@@ -24,7 +24,7 @@ from services.gateway.http.transport.front import CALL
 from services.gateway.http.transport.http_call import HttpCall
 from tests.fakes.truth import letters
 from tests.simulation.ledger import Ledger
-from tests.simulation.system.call import SimContext
+from tests.simulation.system.call import SimContext, current_call
 from tests.simulation.system.loop import Process
 from tests.simulation.system.watched import Keys, Sent, Watch
 
@@ -135,7 +135,7 @@ class SentEvents(Sent):
                 self.has_tokens = True
                 index = self._next_index
                 self._next_index += len(tokens)
-                self._ledger.streamed(self.session_id, index, tokens)
+                self._ledger.streamed(self.session_id, index, tokens, current_call())
                 if "system_fingerprint" in data:
                     self._ledger.named(self.session_id, index, self._next_index, data["system_fingerprint"])
             for item in data.get("response", {}).get("output", ()):

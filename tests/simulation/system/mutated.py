@@ -81,6 +81,23 @@ class LateAborts(Sessions):
         await super().abort(session_id, principal, finish, _NEVER_MS)
 
 
+class LateDeletes(Sessions):
+    """Delete a session whenever the call arrives."""
+
+    async def delete(self, session_id: str, principal: str, latest_ms: int) -> None:
+        await super().delete(session_id, principal, _NEVER_MS)
+
+
+class KeepsDeleted(Sessions):
+    """Keep an answer that was finished before it was deleted."""
+
+    async def delete(self, session_id: str, principal: str, latest_ms: int) -> None:
+        record = self._find(session_id)
+        await super().delete(session_id, principal, latest_ms)
+        if record is not None and record.state == "finished":
+            self._records[session_id] = record
+
+
 class ForgetsAborts(Sessions):
     """Forget that a session was aborted when it expires."""
 

@@ -431,9 +431,17 @@ class SimStore(SessionStore):
             self._ledger.has_aborted(session_id)
 
     async def delete(self, session_id: str, principal: str, latest_ms: int) -> None:
-        """Delete a session; no client of the simulation does."""
-        call = partial(self._sessions.delete, session_id, principal, latest_ms)
-        await self._redis.call(self._caller, lambda: at_once(call()), session_id)
+        call, began_s = current_call(), asyncio.get_running_loop().time()
+
+        def delete() -> None:
+            held = self._sessions.holds(session_id)
+            at_once(self._sessions.delete(session_id, principal, latest_ms))
+            self._must_be_in_time("deletes a session", began_s)
+            if held:
+                self._changes(call)
+                self._ledger.deleted(session_id)
+
+        await self._redis.call(self._caller, delete, session_id)
 
     async def exchange(self, bucket: TokenBucket, exchange: Exchange) -> Exchanged:
         return await self._redis.call(

@@ -29,6 +29,7 @@ from galley.core.routing.breaker import Breaker
 from galley.core.session import events as ev
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.auth.authentication import Authentication, Credentials, PrincipalInterceptor
+from services.gateway.client_call import client_call
 from services.gateway.clock import SECOND
 from services.gateway.replicas.draft_session import DraftSession
 from services.gateway.replicas.drafts import DraftPool, DraftReplica
@@ -58,10 +59,17 @@ def behind(
         name: grpc.unary_stream_rpc_method_handler(it) for name, it in streamed.items()
     }
     handlers["Abort"] = grpc.unary_unary_rpc_method_handler(servicer.Abort)
+    handlers["Delete"] = grpc.unary_unary_rpc_method_handler(partial(_delete, servicer))
     for interceptor in (Watch(world, process), PrincipalInterceptor(Keys(world)), StatusInterceptor()):
         handlers = {name: interceptor.wrap(it, _SERVICE + name) for name, it in handlers.items()}
     methods = {name: it.unary_stream or it.unary_unary for name, it in handlers.items()}
     return SimpleNamespace(Http=serve_http, **methods)
+
+
+async def _delete(servicer: GenerationServicer, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
+    """Delete a session, as the HTTP port does for a response."""
+    await servicer.generation.delete(request.session_id, client_call(context))
+    return pb.AbortResponse()
 
 
 class Keys(Authentication):
@@ -157,7 +165,7 @@ class Sent:
             case "chunk":
                 self.has_tokens = True
                 index, tokens = event.chunk.index, list(event.chunk.token_ids)
-                self._ledger.streamed(self.session_id, index, tokens)
+                self._ledger.streamed(self.session_id, index, tokens, current_call())
                 is_new = self._announced == index
                 self._ledger.announced(self.session_id, index, index + len(tokens), is_new=is_new)
             case _:
