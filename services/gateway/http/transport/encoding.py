@@ -67,27 +67,29 @@ async def in_slices(length: int, size: int, work: Callable[[slice], _T], turn: a
     return done
 
 
-async def json_texts(values: Sequence[object], turn: asyncio.Lock) -> list[str]:
+async def json_texts(
+    values: Sequence[object], turn: asyncio.Lock, encoder: json.JSONEncoder = UNICODE
+) -> list[str]:
     """Return the JSON of each value, made in slices of about a millisecond, each within `turn`."""
     if _is_small(values):
-        return [*map(UNICODE.encode, values)]
+        return [*map(encoder.encode, values)]
     texts = []
     for value in values:
         if _is_small(value):
             async with turn:
                 await asyncio.sleep(0)
-                texts.append(UNICODE.encode(value))
+                texts.append(encoder.encode(value))
             continue
-        pieces, text = UNICODE.iterencode(value), ""
+        pieces, text = encoder.iterencode(value), ""
         while part := await _next_slice(pieces, turn):
             text += part
         texts.append(text)
     return texts
 
 
-async def json_text(value: object, turn: asyncio.Lock) -> str:
+async def json_text(value: object, turn: asyncio.Lock, encoder: json.JSONEncoder = UNICODE) -> str:
     """Return the JSON of a value, made as `json_texts` makes it."""
-    [text] = await json_texts([value], turn)
+    [text] = await json_texts([value], turn, encoder)
     return text
 
 
