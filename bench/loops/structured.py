@@ -11,7 +11,7 @@ is a goal. Answers that were cut before their JSON was complete are counted.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -91,15 +91,21 @@ def _speed_goals(run: Run, name: str, bounds: Mapping[int, float]) -> list[Goal]
     """Bound AUTO against speculation off at each number of streams and temperature; no token may differ."""
     run.facts["differing_answers"] = counts = differing(run)
     total = sum(counts.values())
-    found = [Goal(name, "answers whose tokens differ from those of off", str(total), "0", met=not total)]
+    same = Goal(name, "answers whose tokens differ from those of off", str(total), "0", met=not total)
+    return [same, *_ratio_goals(run, name, "tokens/s of auto against off", (AUTO, OFF), bounds)]
+
+
+def _ratio_goals(
+    run: Run, name: str, what: str, arms: tuple[str, str], bounds: Mapping[int, float]
+) -> Iterator[Goal]:
+    """Bound the speed of one arm against another at each number of streams and temperature."""
     for streams, bound in bounds.items():
         for temperature in run.options.temperatures:
-            of = (streams, temperature)
-            ratio = speed_ratio(of_arm(run.blocks, AUTO, *of), of_arm(run.blocks, OFF, *of))
+            mine, base = (of_arm(run.blocks, arm, streams, temperature) for arm in arms)
+            ratio = speed_ratio(mine, base)
             if ratio is not None:
-                what = f"tokens/s of auto against off, {streams} streams at {temperature:g}"
-                found.append(at_least(name, what, ratio, bound, "x"))
-    return found
+                of = f"{what}, {streams} streams at {temperature:g}"
+                yield at_least(name, of, ratio, bound, "x")
 
 
 def structured_goals(run: Run) -> list[Goal]:
@@ -127,14 +133,9 @@ def predicted_goals(run: Run) -> list[Goal]:
 
 def mask_goals(run: Run) -> list[Goal]:
     """Bound the speed of constrained streams against unconstrained ones, both without drafts."""
-    found = []
-    for streams in run.options.streams:
-        masked, free = (of_arm(run.blocks, arm, streams) for arm in (OFF, OFF + PLAIN))
-        ratio = speed_ratio(masked, free)
-        if ratio is not None:
-            what = f"tokens/s with a schema against without, speculation off, {streams} streams"
-            found.append(at_least("masks", what, ratio, MASK_BOUND, "x"))
-    return found
+    what = "tokens/s with a schema against without, speculation off"
+    bounds = dict.fromkeys(run.options.streams, MASK_BOUND)
+    return [*_ratio_goals(run, "masks", what, (OFF, OFF + PLAIN), bounds)]
 
 
 def _scenario(

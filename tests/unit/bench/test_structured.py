@@ -113,3 +113,15 @@ def test_masks_are_judged_against_streams_without_a_schema() -> None:
     ]
     [goal] = MASKS.goals(run_of(MASKS, blocks))
     assert (goal.met, goal.measured) == (False, "0.83 [0.83, 0.83]x")
+
+
+def test_masks_are_judged_at_each_temperature() -> None:
+    blocks = [
+        block(arm, seconds, streams=16, pair=pair, temperature=temperature)
+        for pair in range(7)
+        for temperature, masked_s in ((0.0, 1.2), (0.7, 1.0))
+        for arm, seconds in ((OFF, masked_s), (OFF + PLAIN, 1.0))
+    ]
+    run = run_of(MASKS, blocks)
+    run.options = replace(run.options, temperatures=(0.0, 0.7))
+    assert [goal.met for goal in MASKS.goals(run)] == [False, True]
