@@ -109,6 +109,10 @@ class Readiness:
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
 
+    def runs(self) -> None:
+        """Report that the process runs. The log has it only once a stage takes time."""
+        self._write({"stage": "starting"})
+
     def stage(self, stage: str, **facts: object) -> None:
         _LOG.info("start", stage=stage, **facts)
         self._write({"stage": stage, **facts})

@@ -170,7 +170,7 @@ async def run_service(
     )
     readiness, telemetry = Readiness(settings.ready_fd), start_telemetry(f"galley-{name}")
     parts = Parts(readiness, telemetry, metrics=metering.registry)
-    parts.readiness.stage("starting")
+    parts.readiness.runs()
     try:
         running = await run_unless(
             stopped, start_server(settings, prepared.build, parts, prepared.interceptors)
