@@ -161,7 +161,7 @@ class Auditor:
         self._counts: tuple[int, AuditCounts] | None = None
         self._counting = SharedWork(self._read_counts)
         self._incidents: deque[str] = deque(maxlen=MAX_WAITING)
-        """The sessions of the latest incidents: one that is audited again is no further incident."""
+        """The sessions of the latest stored incidents: one that is audited again is no further incident."""
         if tools.metrics is not None:
             tools.metrics.observe_waiting(lambda: len(self._waiting) + (self._working is not None))
 
@@ -293,11 +293,9 @@ class Auditor:
     # ---------------------------------------------------------------------------------- results --
 
     async def _note(self, report: AuditReport, compute_ns: int) -> AuditReport:
-        """Count, log and store a report, and return it; an incident only once."""
-        if is_incident(report):
-            if report.session_id in self._incidents:
-                return report
-            self._incidents.append(report.session_id)
+        """Count, log and store a report, and return it; an incident only until it is stored."""
+        if is_incident(report) and report.session_id in self._incidents:
+            return report
         _log_report(report)
         if self._tools.metrics is not None:
             self._tools.metrics.audited(report, compute_ns)
@@ -305,6 +303,9 @@ class Auditor:
             await self._tools.records.add(report, time.time_ns() // MILLISECOND)
         except GalleyError as error:
             _log.warning("audit not stored", session_id=report.session_id, error=str(error))
+        else:
+            if is_incident(report):
+                self._incidents.append(report.session_id)
         self._counts = None
         return report
 

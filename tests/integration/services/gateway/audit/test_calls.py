@@ -81,6 +81,28 @@ async def test_a_log_that_was_changed_is_damaged(
     world.expect_error("audit found an incident")
 
 
+async def test_an_incident_that_could_not_be_stored_is_stored_by_the_next_audit(
+    world: World, shared_store: Server, records: AuditRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = await world.gateway(pool=world.id)
+    session_id = await finished(gateway)
+    async with shared_store.raw() as raw:
+        await change(raw, session_id, "an output token is flipped")
+    with monkeypatch.context() as away:
+        away.setattr(AuditRecords, "add", unavailable)
+        assert (await gateway.client.audit(session_id)).verdict is Verdict.DAMAGED
+    assert not await records.incidents()
+    for _ in range(2):
+        assert (await gateway.client.audit(session_id)).verdict is Verdict.DAMAGED
+    [incident] = await records.incidents()
+    assert incident["session_id"] == session_id
+    world.expect_error("audit found an incident")
+
+
+async def unavailable(*_: object) -> None:
+    raise StoreUnavailable("redis")
+
+
 async def test_an_edited_log_of_a_right_hash_differs_where_it_was_edited(
     world: World, shared_store: Server, records: AuditRecords
 ) -> None:
