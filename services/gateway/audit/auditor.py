@@ -158,6 +158,8 @@ class Auditor:
         self._waiting: deque[tuple[str, str]] = deque(maxlen=MAX_WAITING)
         self._working: asyncio.Task[None] | None = None
         self._is_closed = False
+        self._is_delayed = False
+        """True while the store is away, which is logged once."""
         self._counts: tuple[int, AuditCounts] | None = None
         self._counting = SharedWork(self._read_counts)
         self._incidents: deque[str] = deque(maxlen=MAX_WAITING)
@@ -230,22 +232,18 @@ class Auditor:
         await self._tools.records.close()
 
     async def _work(self) -> None:
-        is_delayed = False  # which is logged once, until an audit reaches the store again
         try:
             while self._waiting:
                 session_id, principal = self._waiting.popleft()
                 try:
                     await self._audit_later(session_id, principal)
-                    is_delayed = False
+                    self._is_delayed = False
                 except UnknownSession:
-                    is_delayed = False
+                    self._is_delayed = False
                     _log.debug("audit dropped", session_id=session_id, reason="session expired")
                 except StoreUnavailable as error:
-                    if not is_delayed:
-                        _log.warning("audit delayed", session_id=session_id, error=str(error))
-                    is_delayed = True
                     self._waiting.append((session_id, principal))
-                    await asyncio.sleep(_LOOK_S)
+                    await self._delay(session_id, error)
                 except Exception as error:  # noqa: BLE001  # the next session is audited nevertheless
                     _log.warning("audit failed", session_id=session_id, error=str(error))
                     await asyncio.sleep(_LOOK_S)
@@ -266,10 +264,10 @@ class Auditor:
         run = _Run(self._tools, answer, target)
         await run.replay.prepare()
         while not run.is_over:
-            await self._take_turn(run)
+            await self._take_turn(session_id, run)
         await self._note(run.report(session_id), run.compute_ns)
 
-    async def _take_turn(self, run: _Run) -> None:
+    async def _take_turn(self, session_id: str, run: _Run) -> None:
         """Have the target compute for a turn, while it is idle, or wait until it may be."""
         target = run.replica.target
         if not (target.is_accepted and target.is_up) and not run.move():
@@ -279,7 +277,13 @@ class Auditor:
         if not await replica.is_idle():
             await asyncio.sleep(_LOOK_S)
             return
-        if wait_ms := await self._tools.records.begin_turn(address):
+        try:
+            wait_ms = await self._tools.records.begin_turn(address)
+        except StoreUnavailable as error:  # not raised: the run keeps what it has compared
+            await self._delay(session_id, error)
+            return
+        self._is_delayed = False
+        if wait_ms:
             await asyncio.sleep(min(wait_ms / 1000, _LONGEST_REST_S))
             return
         before_ns = run.compute_ns
@@ -288,7 +292,26 @@ class Auditor:
                 if not await run.step(only_while_idle=True) or not await replica.is_idle():
                     break
         finally:
-            await self._tools.records.end_turn(address, run.compute_ns - before_ns)
+            await self._end_turn(session_id, address, run.compute_ns - before_ns)
+
+    async def _end_turn(self, session_id: str, address: str, compute_ns: int) -> None:
+        """End the turn once the store is there. The target may rest too short after one that expires."""
+        task = asyncio.current_task()
+        while True:
+            try:
+                await self._tools.records.end_turn(address, compute_ns)
+            except StoreUnavailable as error:
+                if task is None or task.cancelling():
+                    return
+                await self._delay(session_id, error)
+            else:
+                return
+
+    async def _delay(self, session_id: str, error: StoreUnavailable) -> None:
+        if not self._is_delayed:
+            _log.warning("audit delayed", session_id=session_id, error=str(error))
+        self._is_delayed = True
+        await asyncio.sleep(_LOOK_S)
 
     # ---------------------------------------------------------------------------------- results --
 

@@ -119,10 +119,10 @@ class AuditRecords:
     async def end_turn(self, address: str, compute_ns: int) -> None:
         """End the turn: the target computed for so long, so no gateway audits there for much longer.
 
-        A turn that has ended in the store ends none of another gateway.
+        A turn that has ended in the store ends none of another gateway. A call that failed can be repeated.
         """
-        nonce, self._nonce = self._nonce, secrets.token_hex(_NONCE_BYTES)
-        await self._calls.run(_END, [self._turn(address)], nonce, rest_ms(compute_ns))
+        await self._calls.run(_END, [self._turn(address)], self._nonce, rest_ms(compute_ns))
+        self._nonce = secrets.token_hex(_NONCE_BYTES)
 
     async def close(self) -> None:
         await self._calls.close()

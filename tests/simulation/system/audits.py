@@ -34,8 +34,9 @@ class SimAudits:
         return await self._call(lambda: self._redis.turns.begin(address, nonce))
 
     async def end_turn(self, address: str, compute_ns: int) -> None:
-        nonce, self._nonce = self._nonce, object()
+        nonce = self._nonce
         await self._call(lambda: self._redis.turns.end(address, nonce, compute_ns))
+        self._nonce = object()
 
     async def close(self) -> None:
         """Do nothing: the records hold no connection."""

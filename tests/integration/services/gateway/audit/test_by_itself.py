@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from itertools import count
 from typing import Any, cast
 
 import pytest
 from structlog.testing import capture_logs
 
 from galley.common.metrics import catalogue
+from galley.common.redis.calls import RedisCalls, Script
 from galley.core.audit import AUDIT_PRIORITY
 from galley.core.errors import StoreUnavailable
 from services.gateway.audit import auditor
@@ -239,6 +241,61 @@ async def test_an_audit_whose_turn_fails_is_made_later(
     assert (await records.counts()).tokens == MAX_TOKENS
     assert not errors
     assert [line["event"] for line in logged if line["log_level"] == "warning"] == ["audit delayed"]
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, script: Script, fails: Callable[[int], bool]) -> None:
+    """Let some calls of a script fail, by their number from 0."""
+    run, numbers = RedisCalls.run, count()
+
+    async def failing(self: RedisCalls, called: Script, *given: Any) -> object:
+        if called is script and fails(next(numbers)):
+            raise StoreUnavailable("redis")
+        return await run(self, called, *given)
+
+    monkeypatch.setattr(RedisCalls, "run", failing)
+
+
+@pytest.mark.parametrize("script", [stored._BEGIN, stored._END], ids=["begin", "end"])
+async def test_an_audit_goes_on_after_an_error_between_its_turns(
+    world: World, records: AuditRecords, monkeypatch: pytest.MonkeyPatch, script: Script
+) -> None:
+    monkeypatch.setattr(auditor, "_TURN_NS", 1)
+    fail(monkeypatch, script, lambda number: number == 1)
+    with capture_logs() as logged:
+        it = await auditing(world)
+        await finish(it.gateway)
+        await audited(records, 1)
+        await done(it)
+    assert len({call.slice.session_id for call in audits(world)}) == 1
+    assert (await records.counts()).tokens == MAX_TOKENS
+    assert [line["event"] for line in logged if line["log_level"] == "warning"] == ["audit delayed"]
+
+
+async def test_a_target_rests_after_a_turn_whose_end_failed(
+    world: World, records: AuditRecords, shared_store: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt takes more than a turn that ends by itself lets the target rest for."""
+    monkeypatch.setattr(stored, "MOST_SHARE", 1e-4)
+    fail(monkeypatch, stored._END, lambda number: number == 0)
+    it = await auditing(world)
+    await finish(it.gateway)
+    await audited(records, 1)
+    async with shared_store.raw() as raw:
+        [key] = [key async for key in raw.scan_iter(f"galley:audit:{{{world.id}}}:turn:*")]
+        assert await raw.pttl(key) > 1000 * stored._TURN_S
+
+
+async def test_a_drain_ends_an_audit_while_the_store_is_away(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = await auditing(world)
+    world.target.gate.close_after(MAX_TOKENS)
+    await finish(it.gateway)
+    await world.target.watch.until(lambda: len(audits(world)) == 1)
+    fail(monkeypatch, stored._END, lambda _: True)
+    await cast("Any", it.gateway.running.service).drain()
+    await world.target.was_cancelled()
+    await done(it)
 
 
 async def test_a_damaged_session_is_counted_and_the_next_one_audited(
