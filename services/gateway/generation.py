@@ -214,17 +214,20 @@ class Generation:
         await self.streams.abort(session_id, caller(), self.deadline_ns(call))
 
     async def delete(self, session_id: str, call: ClientCall) -> None:
-        """End a session permanently, and remove it from the store and from what drafts are trained on."""
+        """End a session of the caller permanently, and remove it from the store and from what is learned."""
         self.observers.unary()
+        # First: if this fails, a repeated call still finds the session.
+        await self.unlearn(session_id, is_recent=True)
         await self.streams.delete(session_id, caller(), self.deadline_ns(call))
-        if self.collector is not None:
-            await self.collector.remove(session_id, caller(), is_recent=True)
 
-    async def unlearn(self, session_id: str) -> None:
-        """Remove a session from what drafts are trained on, which outlasts the store's sessions."""
+    async def unlearn(self, session_id: str, *, is_recent: bool) -> None:
+        """Remove a session from what drafts are trained on, which outlasts the store's sessions.
+
+        With `is_recent`, also one that is not added yet: it must be a session of the caller.
+        """
         if self.collector is not None:
             with suppress(InvalidField, UnknownSession):
-                await self.collector.remove(parse_session_id(session_id), caller(), is_recent=False)
+                await self.collector.remove(parse_session_id(session_id), caller(), is_recent=is_recent)
 
     async def audit(self, session_id: str, call: ClientCall) -> AuditReport:
         """Have a target compute a finished session of the caller again, and compare it with its log.

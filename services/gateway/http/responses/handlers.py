@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from galley.core import names
 from galley.core.answer.answer import Answer, Chunk, Ending, NumericsChanged
-from galley.core.errors import InvalidField, UnknownSession
+from galley.core.errors import InvalidField, LogLost, UnknownSession
 from galley.core.store import StoredSession
 from services.gateway.generation import AnswerStream, ServedModel
 from services.gateway.http.api.answers import CollectedAnswers, StreamedAnswers, idempotency_key
@@ -122,8 +122,9 @@ class Responses:
         with self._generation.admit_read():
             try:
                 stored, _ = await self._read(response_id, call)
-            except Refused:  # it may have expired
-                await self._generation.unlearn(response_id.removeprefix(PREFIX))
+            except (Refused, LogLost) as error:  # it may have expired; a damaged one is the caller's
+                session_id, is_damaged = response_id.removeprefix(PREFIX), isinstance(error, LogLost)
+                await self._generation.unlearn(session_id, is_recent=is_damaged)
                 raise
         await self._generation.delete(stored.ownership.session_id, call)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from structlog.testing import capture_logs
@@ -16,6 +16,8 @@ from galley.common.registry.spool import LearningSpool
 from galley.common.registry.trials import DraftVersions
 from galley.common.server.server import Parts
 from galley.core.content import prefix_hash, token_bytes, tokens_from_bytes
+from galley.core.errors import StoreUnavailable
+from tests.fakes.changed_logs import change
 from tests.fakes.http_client import http_client
 from tests.fakes.readings import number
 from tests.fakes.redis_clusters import until
@@ -173,6 +175,53 @@ async def test_a_deleted_response_is_not_learned_from(
         await shared_store.command("DEL", f"galley:sessions:{world.id}:{{{ids[1][5:]}}}")
         assert (await client.raw.delete(f"{RESPONSES}/{ids[1]}")).status_code == 404
         assert [f"resp_{one}" for one in await spool.sessions("anonymous")] == [ids[2]]
+
+
+async def test_a_response_whose_deletion_is_repeated_is_not_learned_from(
+    world: World, spool: LearningSpool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The spool fails at first, and gets the session last."""
+    add, remove, errors = LearningSpool.add, LearningSpool.remove, [StoreUnavailable("redis")]
+    is_deleted, added = asyncio.Event(), asyncio.get_running_loop().create_future()
+
+    async def late(self: LearningSpool, *given: Any) -> bool:
+        await is_deleted.wait()
+        added.set_result(is_added := await add(self, *given))
+        return is_added
+
+    async def failing(self: LearningSpool, *given: Any, **options: Any) -> bool:
+        if errors:
+            raise errors.pop()
+        return await remove(self, *given, **options)
+
+    monkeypatch.setattr(LearningSpool, "add", late)
+    monkeypatch.setattr(LearningSpool, "remove", failing)
+    gateway = await world.gateway(learn_tokens=LEARN, pool=world.id, http_port=0)
+    async with http_client(gateway.http) as client:
+        body = {"model": "tiny", "input": "Hello.", "max_output_tokens": 5}
+        response_id = (await client.raw.post(RESPONSES, json=body)).json()["id"]
+        assert (await client.raw.delete(f"{RESPONSES}/{response_id}")).status_code == 503
+        await client.raw.delete(f"{RESPONSES}/{response_id}")
+        assert (await client.raw.get(f"{RESPONSES}/{response_id}")).status_code == 404
+    is_deleted.set()
+    async with asyncio.timeout(PATIENCE_S):
+        assert not await added
+    assert await spool.sessions("anonymous") == []
+
+
+async def test_a_damaged_response_can_be_removed_from_what_is_learned(
+    world: World, spool: LearningSpool, shared_store: Server
+) -> None:
+    gateway = await world.gateway(learn_tokens=LEARN, pool=world.id, http_port=0)
+    async with http_client(gateway.http) as client:
+        body = {"model": "tiny", "input": "Hello.", "max_output_tokens": 5}
+        response_id = (await client.raw.post(RESPONSES, json=body)).json()["id"]
+        [session_id] = await kept(spool, "anonymous", 1)
+        async with shared_store.raw() as raw:
+            await change(raw, session_id, "an output token is flipped")
+        deleted = await client.raw.delete(f"{RESPONSES}/{response_id}")
+        assert (deleted.status_code, deleted.json()["error"]["code"]) == (500, "data_loss")
+    assert await spool.sessions("anonymous") == []
 
 
 async def test_a_spool_that_is_away_costs_sessions_nothing(frail_world: World, own_store: Server) -> None:
