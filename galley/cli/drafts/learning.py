@@ -206,9 +206,11 @@ async def _follower(
     from galley.common.tls.channels import open_channel  # noqa: PLC0415
     from galley.distill.follow.canaries import Canaries  # noqa: PLC0415
     from galley.distill.follow.cycle import Learner  # noqa: PLC0415  # imports torch
-    from galley.distill.follow.journal import Journal  # noqa: PLC0415
+    from galley.distill.follow.journal import Journal, locked  # noqa: PLC0415
     from galley.distill.follow.run import Follower  # noqa: PLC0415
 
+    if not learning.replay:  # which changes nothing there
+        held.enter_context(locked(options.work))
     journal = Journal(options.work)
     learner = await asyncio.to_thread(Learner, options)
     registry, versions = ReplicaRegistry(url, pool), DraftVersions(url, pool)

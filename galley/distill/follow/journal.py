@@ -3,15 +3,18 @@
 cycles.jsonl      one line a cycle: inputs as hashes and counts, options, figures, decision
 drafts/VERSION    the drafts of the latest cycles
 key               the key of the hashes that stand for principals and sessions in the record
+lock              locked by the learner that runs
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from galley.distill.follow.inputs import Chosen
 from galley.distill.work import kept_lines, replacing
 
 RECORD = "cycles.jsonl"
-_KEY, _DRAFTS, _UNFINISHED = "key", "drafts", ".unfinished"
+_KEY, _LOCK, _DRAFTS, _UNFINISHED = "key", "lock", "drafts", ".unfinished"
 _KEY_BYTES = 32
 _MOST_CYCLES = 1000
 _KEPT_DRAFTS = 4
@@ -110,6 +113,22 @@ class Journal:
 
     def _hash(self, kind: bytes, data: bytes, size: int) -> str:
         return blake2b(data, digest_size=size, key=self._key, person=kind).hexdigest()
+
+
+@contextmanager
+def locked(work: Path) -> Iterator[None]:
+    """Hold the lock of the folder, which is created. Raise InvalidField if another learner has it.
+
+    The system releases it however the process ends.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    with (work / _LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            problem = f"{work}: must not be in use by another learner; stop that one first"
+            raise InvalidField("out", problem) from None
+        yield
 
 
 def _key_in(path: Path) -> bytes:

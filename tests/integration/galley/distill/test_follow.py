@@ -28,6 +28,7 @@ from galley.core.versions.state import NOT_TRIED
 from galley.distill.data.corpus import Conversation, corpus_of, write_corpus
 from galley.distill.export import read_draft, write_draft
 from galley.distill.follow.canaries import LONGEST_TRIAL_S
+from galley.distill.follow.journal import locked
 from galley.distill.follow.options import FollowOptions
 from galley.distill.follow.run import Stopped
 from galley.distill.training.evaluation import agreement
@@ -483,14 +484,29 @@ async def test_the_command_learns_until_it_is_told_to_stop_and_replays(deployed:
         while line := await process.stderr.readline():
             if b"cycle ended" in line:
                 break
-        process.send_signal(signal.SIGTERM)
-        assert await process.wait() == 0
-        await process.stderr.read()
+        with pytest.raises(InvalidField, match="another learner"), locked(deployed.options.work):
+            pass
         assert last(deployed)["decision"] == "offered"
         replayed = await _started(_command(deployed, "--replay", "1"))
         output, problems = await replayed.communicate()
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
+        await process.stderr.read()
     assert replayed.returncode == 0, problems.decode()
     assert f"the same draft, {last(deployed)['version']}" in output.decode()
+
+
+def test_a_second_learner_of_a_directory_is_refused(options: FollowOptions) -> None:
+    """It would remove the draft that the first one has on trial."""
+    app = typer.Typer()
+    app.command()(distill)
+    flags = ["--follow", "--cycles", "1", "--target", str(options.target), "--start", str(options.start)]
+    command = [str(options.work), *flags, "--redis-url", "unix:///nowhere"]
+    with locked(options.work):
+        refused = CliRunner().invoke(app, command, env={"COLUMNS": "300", "TERM": "dumb"})
+    assert refused.exit_code == 2
+    assert f"OUT: {options.work}: must not be in use by another learner" in refused.output
+    assert CliRunner().invoke(app, command).exit_code == 0
 
 
 async def _started(arguments: list[str]) -> asyncio.subprocess.Process:
