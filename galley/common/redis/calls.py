@@ -143,6 +143,11 @@ class RedisCalls:
         [reply] = await (self._start(attempt) if self._nodes.known(key) is None else attempt)
         return reply
 
+    async def now_ms(self, key: str) -> int:
+        """Return the time of `key`'s node, in ms. Raise as `command` does."""
+        seconds, microseconds = cast("tuple[bytes, bytes]", await self.command("TIME", key=key))
+        return int(seconds) * 1000 + int(microseconds) // 1000
+
     async def run(self, script: Script, keys: Sequence[str], *args: Argument) -> object:
         """Run `script` on the node of its first key; return its reply. Raise as `command` does."""
         return await self._run(_Evaluation(script, keys, args, _as_it_is))

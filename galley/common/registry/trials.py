@@ -99,7 +99,7 @@ class DraftVersions:
         keys = (self._key, self._history_key, *(resets if new.trial == new.epoch else ()))
         noted = json.dumps({k: v for k, v in asdict(event).items() if k not in {"at_ms", "epoch"}})
         flat = [part for pair in _encode(new).items() for part in pair]
-        latest_ms = await self._latest_ms()
+        latest_ms = await self._calls.now_ms(self._key) + self._call_ms
         changed = await self._calls.run(
             _CHANGE, keys, latest_ms, expected_epoch, new.epoch, MAX_HISTORY, noted, *flat
         )
@@ -173,11 +173,6 @@ class DraftVersions:
             if await self.change(state.epoch, new, event):
                 return new
         raise Broken("the state of the drafts' versions changes all the time")
-
-    async def _latest_ms(self) -> int:
-        """Return the server's time, in ms, from which on a call that is made now is late."""
-        seconds, microseconds = cast("tuple[bytes, bytes]", await self._calls.command("TIME", key=self._key))
-        return int(seconds) * 1000 + int(microseconds) // 1000 + self._call_ms
 
     async def _hash(self, key: str) -> dict[str, bytes]:
         flat = cast("list[bytes]", await self._calls.command("HGETALL", key, key=key))

@@ -118,9 +118,7 @@ class RedisStore(SessionStore):
         await self._calls.command("PING")
 
     async def now_ms(self, session_id: str) -> int:
-        reply = await self._calls.command("TIME", key=self._keys(session_id)[0])
-        seconds, microseconds = cast("tuple[bytes, bytes]", reply)
-        return int(seconds) * 1000 + int(microseconds) // 1000
+        return await self._calls.now_ms(self._keys(session_id)[0])
 
     async def read(self, session_id: str, principal: str) -> StoredSession:
         # Not `_run`: nothing changes, so there are no replicas to wait for.
