@@ -153,18 +153,16 @@ class Call:
         metrics.streams.at(outcome, fault).value += 1
         if self._model is None:
             metrics.resumes.at(outcome).value += 1
+        is_late = outcome == DEADLINE_EXCEEDED
         if not self._is_new:
             return
-        if outcome == OK and self._later_tokens:
-            later_ns, tokens = self._last_ns - self._first_ns, self._later_tokens
-        elif outcome == DEADLINE_EXCEEDED and self._first_ns:
-            later_ns, tokens = now - self._first_ns, self._later_tokens + 1  # the one that did not come
-        else:
-            if outcome == DEADLINE_EXCEEDED:
-                metrics.first_tokens.at(*labels, served).observe(duration_ns / SECOND, span)
-            return
-        cell = metrics.later_tokens.at(*labels, served)
-        cell.observe(max(0, later_ns - self.stalled_ns) / tokens / SECOND, span)
+        if is_late and not self._first_ns:
+            metrics.first_tokens.at(*labels, served).observe(duration_ns / SECOND, span)
+        elif is_late or (outcome == OK and self._later_tokens):
+            end_ns = now if is_late else self._last_ns
+            tokens = self._later_tokens + is_late  # the one that did not come
+            later_ns = max(0, end_ns - self._first_ns - self.stalled_ns)
+            metrics.later_tokens.at(*labels, served).observe(later_ns / tokens / SECOND, span)
 
     @property
     def _answering(self) -> str:
