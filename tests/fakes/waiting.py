@@ -3,9 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
+T = TypeVar("T")
 PATIENCE_S = 20.0
+
+
+async def with_turns(call: Awaitable[T]) -> tuple[T, int]:
+    """Return the result of a call, and how many turns of the event loop another task got meanwhile."""
+    turns = 0
+
+    async def tick() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    ticking = asyncio.create_task(tick())
+    try:
+        return await call, turns
+    finally:
+        ticking.cancel()
 
 
 class Watch:

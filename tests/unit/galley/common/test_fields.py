@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from galley.common.wire.fields import check_fields
 from galley.pb.galley.v1 import galley_pb2 as pb
+from tests.fakes.waiting import with_turns
 
 MOST, MOST_NUMBERS_BYTES = 1 << 14, 3 << 18
 GENERATE = pb.GenerateRequest.DESCRIPTOR
@@ -116,15 +117,5 @@ async def test_what_is_no_message_is_left_to_the_parser(data: bytes) -> None:
 
 
 async def test_others_get_a_turn_while_fields_are_counted() -> None:
-    turns = 0
-
-    async def tick() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    ticking = asyncio.create_task(tick())
-    await check_fields(b"\x0a\x00" * MOST, GENERATE, MOST)
-    ticking.cancel()
+    _, turns = await with_turns(check_fields(b"\x0a\x00" * MOST, GENERATE, MOST))
     assert turns >= MOST // 1024

@@ -14,7 +14,7 @@ import pytest
 from galley.common.tls import files as files_module
 from galley.common.tls.files import BadFile, NamedFile, WatchedFiles
 from tests.fakes.log_lines import logged
-from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.waiting import PATIENCE_S, with_turns
 
 
 class Watched:
@@ -230,19 +230,10 @@ def hanging(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hangi
 
 async def test_a_mount_that_hangs_delays_callers_briefly_and_holds_no_event_loop(hanging: Hanging) -> None:
     hanging.hang()
-    turns = 0
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    counting = asyncio.ensure_future(count())
-    assert await hanging.files.checked() == ["old"]
+    checked, turns = await with_turns(hanging.files.checked())
+    assert checked == ["old"]
     assert hanging.is_hanging.wait(PATIENCE_S)
     assert turns > 1
-    counting.cancel()
     assert hanging.files.latest() == hanging.files.current() == ["old"]
     hanging.hangs = False
     hanging.resume.set()

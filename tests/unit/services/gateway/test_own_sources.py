@@ -27,7 +27,7 @@ from galley.core.session.sources import LocalSources
 from services.gateway.request.grammars import Grammars
 from services.gateway.session.own_sources import BoundedGrammar, OwnSources
 from tests.fakes.vocabularies import SIZE, byte_vocabulary, tokens_of
-from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.waiting import PATIENCE_S, with_turns
 
 VOCABULARY = byte_vocabulary()
 CHOICE = GrammarSpec("choice", '["name: true", "name: null"]')
@@ -79,18 +79,8 @@ async def test_a_prediction_ends_where_the_grammar_forbids_it() -> None:
 
 
 async def test_others_get_turns_while_a_long_prediction_is_indexed() -> None:
-    turns = 0
-
-    async def take_turns() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    other = asyncio.create_task(take_turns())
     spec = replace(SPEC, grammar=None, prediction=(1, 2) * 32_768)
-    sources = await OwnSources().of(answered(spec), "me")
-    other.cancel()
+    sources, turns = await with_turns(OwnSources().of(answered(spec), "me"))
     assert sources is not None
     assert turns >= 32, "2,048 tokens between two turns"
 

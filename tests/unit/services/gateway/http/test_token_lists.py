@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,6 +20,7 @@ from services.gateway.http.api.whole import WholeAnswers
 from services.gateway.http.responses.objects import ResponseObjects
 from services.gateway.http.responses.record import Record
 from tests.fakes.session_ports import SPEC
+from tests.fakes.waiting import with_turns
 
 TOKENS = [5 + index % 7 for index in range(20_000)]
 DRAFTS = [index % 3 > 0 for index in range(20_000)]
@@ -42,25 +42,10 @@ def answered(tokens: int) -> Answer:
     return answer
 
 
-async def with_turns(call: Awaitable[bytes]) -> tuple[dict[str, Any], int]:
-    """Return the JSON of a body, and how many turns another task got meanwhile."""
-    turns = 0
-
-    async def tick() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    ticking = asyncio.create_task(tick())
-    body = json.loads(await call)
-    ticking.cancel()
-    return body, turns
-
-
 async def test_those_of_a_response() -> None:
     objects = ResponseObjects(Record(), model(), Format("response", token_ids=True), answered(20_000))
-    body, turns = await with_turns(objects.whole())
+    encoded, turns = await with_turns(objects.whole())
+    body = json.loads(encoded)
     assert (body["token_ids"], body["from_draft"]) == (TOKENS, DRAFTS)
     assert turns >= 2 * len(TOKENS) / MOST
 
@@ -83,8 +68,8 @@ async def test_those_of_an_answer_and_its_rounds() -> None:
     for at in range(0, len(TOKENS), 10):
         tokens, drafts = tuple(TOKENS[at : at + 10]), tuple(DRAFTS[at : at + 10])
         await answers.item(choice, Chunk(at, tokens, "x" * 10, drafts))
-    body, turns = await with_turns(answers.body())
-    [one] = body["choices"]
+    encoded, turns = await with_turns(answers.body())
+    [one] = json.loads(encoded)["choices"]
     assert (one["token_ids"], one["from_draft"], one["logprobs"]) == (TOKENS, DRAFTS, None)
     assert one["rounds"] == [{"index": at} for at in range(10, len(TOKENS) + 1, 10)]
     assert turns >= 2 * len(TOKENS) / MOST + len(one["rounds"]) / 64
