@@ -202,12 +202,13 @@ async def test_caller_faults_are_counted_as_such(world: World) -> None:
 async def test_tokens_that_a_deadline_cut_off_count_as_late(world: World) -> None:
     it = await counted(world)
     world.target.gate.close()
-    await refused(receive(it.gateway.generate(timeout_s=0.3)))
+    await refused(receive(it.gateway.generate(timeout_s=1.0)))
     await it.gateway.idle()
     first = histogram(it.registry, catalogue.TIME_TO_FIRST_TOKEN, *CALL)
-    assert (sum(first.counts), first.total >= 0.3) == (1, True)
+    assert sum(first.counts) == 1
+    assert first.total > 0.5, "the client's deadline began before the call arrived, so a little under its 1 s"
     world.target.gate.close_after(2)
-    await refused(receive(it.gateway.generate(timeout_s=0.5)))
+    await refused(receive(it.gateway.generate(timeout_s=1.0)))
     await it.gateway.idle()
     assert count(it.registry, catalogue.TIME_TO_FIRST_TOKEN, *CALL) == 2
     later = histogram(it.registry, catalogue.TIME_PER_OUTPUT_TOKEN, *CALL)
