@@ -74,6 +74,18 @@ def test_one_pod_learns_with_a_volume_of_its_own() -> None:
     assert not of_kind(given, "PersistentVolumeClaim")
 
 
+def test_the_name_of_the_version_that_replicas_begin_with_is_passed_on() -> None:
+    def started(*values: Manifest) -> list[str]:
+        args = container(workloads(render(laid_over([LEARNING, *values])))["learning"])["args"]
+        return [args[at + 1] for at, flag in enumerate(args) if flag == "--start-version"]
+
+    named = {"draft": {"settings": {"version": "v1"}}}
+    assert started() == []
+    assert started(named) == ["v1"]
+    assert started(named, {"learning": {"options": {"start_version": "of-a-pool"}}}) == ["of-a-pool"]
+    assert started(named, {"learning": {"start": "/other"}}) == [], "the name of another draft"
+
+
 def test_every_option_is_a_flag_of_the_command() -> None:
     app = typer.Typer()
     app.command()(distill)

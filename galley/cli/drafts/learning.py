@@ -54,6 +54,10 @@ def learning_options(  # noqa: PLR0913  # one parameter a flag
             "--start the draft that the replicas began with (docs/operate/learning.md).",
         ),
     ] = False,
+    start_version: Annotated[
+        str,
+        _follow(help="Version under which replicas serve the draft in --start. Default: its digest."),
+    ] = "",
     cycle_tokens: Annotated[
         int, _follow(min=1, help="Number of answer tokens that a cycle trains on.")
     ] = 100_000,
@@ -102,6 +106,7 @@ def learning_options(  # noqa: PLR0913  # one parameter a flag
     if not (follow or replay):
         return None
     given = {
+        "start_version": start_version,
         "cycle_tokens": cycle_tokens,
         "new_tokens": new_tokens,
         "every_s": every,

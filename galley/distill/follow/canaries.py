@@ -20,6 +20,7 @@ from galley.core.versions.state import NOT_TRIED, VersionState, roll_back
 
 AUTHOR = "learning"
 _NO_REPLICA = "no draft replica takes it: it needs two that accept loads (--max-load-mib)"
+_FOREIGN = "{} was started or loaded by hand: try or drain it, or name it by --start-version if it is --start"
 
 LONGEST_TRIAL_S = 24 * 3600
 """Time since the last change of the versions after which the learner ends its own trial."""
@@ -74,7 +75,6 @@ class Canaries:
         """Load a draft into a replica and begin its trial; return why that cannot be, or nothing.
 
         The version is drained before: without a stable version, all that are not drained get sessions.
-        A replica into which people loaded a version that they have not tried yet is left to them.
         """
         state, leases = await self._versions.read(), await self._registry.read(DRAFT_POOL)
         if state.split.canary:
@@ -94,31 +94,31 @@ class Canaries:
             return str(error)
         return ""
 
-    async def restore(self, folder: Path, version: str, folder_of: Callable[[str], Path | None]) -> None:
-        """Load the stable draft into replicas that serve another version; during a trial only what is lost.
+    async def restore(
+        self,
+        folder: Path,
+        version: str,
+        folder_of: Callable[[str], Path | None],
+        is_ours: Callable[[str], bool],
+    ) -> None:
+        """Load the stable draft into replicas of our other versions; during a trial load only what is lost.
 
-        The version must be ours, or one that replicas began with: what people loaded and drained stays. A
-        version of the trial that is ours is loaded again if no replica serves it: one that restarts has its
-        first weights.
+        A version of the trial whose folder is here is loaded again if no replica serves it: one that restarts
+        has its first weights.
         """
         state, leases = await self._versions.read(), await self._registry.read(DRAFT_POOL)
-
-        def is_ours(name: str) -> bool:
-            return folder_of(name) is not None
-
         if canary := state.split.canary:
             served = {lease.version for lease in leases}
-            lost = [name for name in (canary, version) if name not in served and is_ours(name)]
+            lost = [name for name in (canary, version) if name not in served and folder_of(name)]
             replicas, problem = _replicas(state, leases, canary, is_ours)
             for name, lease in zip(lost, replicas, strict=False):
                 await self._reload(lease.address, folder_of(name) or folder, name)
             if lost and not replicas:
                 _log.warning("draft of the trial not loaded", version=lost[0], reason=problem)
             return
-        for lease in replicas_for_load(leases, state.split, version):
-            is_first = bool(state.split.stable) and lease.version not in state.decided
-            if is_first or is_ours(lease.version):
-                await self._reload(lease.address, folder, version)
+        ours = [lease for lease in leases if is_ours(lease.version)]
+        for lease in replicas_for_load(ours, state.split, version):
+            await self._reload(lease.address, folder, version)
 
     async def _reload(self, address: str, folder: Path, version: str) -> None:
         if problem := await self._send(address, folder, version):
@@ -143,16 +143,22 @@ class Canaries:
 def _replicas(
     state: VersionState, leases: Iterable[DraftLease], version: str, is_ours: Callable[[str], bool]
 ) -> tuple[Sequence[DraftLease], str]:
-    """Return the replicas that may take `version`, or why there is none."""
+    """Return the replicas that may take `version`, or why there is none.
+
+    A replica that people started or loaded is left to them until its version is decided.
+    """
     leases = list(leases)
-    untried = {
+    foreign = {
         lease.version
         for lease in leases
-        if state.decided.get(lease.version) == NOT_TRIED and not is_ours(lease.version)
+        if lease.max_load_bytes
+        and lease.version not in {"", state.split.canary}
+        and not is_ours(lease.version)
+        and state.decided.get(lease.version, NOT_TRIED) == NOT_TRIED
     }
     replicas = replicas_for_load(
-        [lease for lease in leases if lease.version not in untried], state.split, version
+        [lease for lease in leases if lease.version not in foreign], state.split, version
     )
     if replicas:
         return replicas, ""
-    return [], f"{min(untried)} was loaded by hand: try it, or drain it" if untried else _NO_REPLICA
+    return [], _FOREIGN.format(min(foreign)) if foreign else _NO_REPLICA

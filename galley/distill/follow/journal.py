@@ -90,6 +90,10 @@ class Journal:
         folder = self._drafts / version
         return folder if version and (folder / "config.json").exists() else None
 
+    def has_made(self, version: str) -> bool:
+        """Return True for a draft that was trained here, also if it is no longer kept."""
+        return bool(self.folder_of(version)) or any(cycle["version"] == version for cycle in self._cycles)
+
     def prune(self, needed: Collection[str]) -> None:
         """Remove all drafts but the needed ones and those of the latest cycles."""
         latest = [cycle["version"] for cycle in self._cycles[-_KEPT_DRAFTS:]]

@@ -9,6 +9,7 @@ from typing import Any
 from galley.core.errors import InvalidField, check_range
 from galley.core.versions.rule import DEFAULT_TRIAL_TOKENS
 from galley.core.versions.split import MAX_SHARE
+from galley.core.versions.state import check_version
 
 _BOUNDS = {
     "cycle_tokens": (1, 1 << 40),
@@ -29,6 +30,8 @@ _TRAINING = ("cycle_tokens", "batch", "rate", "dtype", "threads")
 class FollowOptions:
     """`target` and `start` (the draft that the replicas began with) are directories; `work` keeps drafts.
 
+    `start_version` is the name of its version at the replicas; empty: the digest of its files.
+
     A cycle trains on `cycle_tokens` answer tokens, and begins once there are `new_tokens` that the last
     cycle has not read. Conversations of `corpus` are mixed in. A canary gets `share` of the sessions, for
     `trial_tokens`.
@@ -37,6 +40,7 @@ class FollowOptions:
     work: Path
     target: Path
     start: Path
+    start_version: str = ""
     corpus: tuple[Path, ...] = ()
     cycle_tokens: int = 100_000
     new_tokens: int = 10_000
@@ -55,6 +59,11 @@ class FollowOptions:
             check_range(name, getattr(self, name), least=low, most=high)
         if self.dtype not in {"float32", "bfloat16"}:
             raise InvalidField("dtype", f"must be float32 or bfloat16, got {self.dtype!r}")
+        if self.start_version:
+            try:
+                check_version(self.start_version)
+            except ValueError as error:
+                raise InvalidField("start_version", str(error)) from None
 
     def of_training(self) -> dict[str, Any]:
         """Return the options on which the weights depend, as the record keeps them."""

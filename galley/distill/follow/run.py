@@ -66,7 +66,8 @@ class Follower:
         self._journal = journal
         self._spool = spool
         self._canaries = canaries
-        self._start_version = draft_version(options.start)
+        self._start_digest = draft_version(options.start)
+        self._start_version = options.start_version or self._start_digest
         self._corpus_sha256 = [sha256(path.read_bytes()).hexdigest() for path in options.corpus]
         self._waits_for = ""
         self._turns = 0
@@ -116,7 +117,7 @@ class Follower:
         if folder is None:
             self._wait(f"the stable version {present} was not trained here")
             return
-        await self._canaries.restore(folder, present, self._folder_of)
+        await self._canaries.restore(folder, present, self._folder_of, self._is_ours)
         if problem := await self._canaries.problem(self._is_ours):
             self._wait(problem)
             return
@@ -146,10 +147,10 @@ class Follower:
                 "at": datetime.now(UTC).isoformat(timespec="seconds"),
                 "decision": decision,
                 "reason": reason,
-                "present": present,
+                "present": self._start_digest if self._is_start(present) else present,
                 "version": version,
                 "seed": seed,
-                "start": self._start_version,
+                "start": self._start_digest,
                 "options": self._options.of_training(),
                 "corpus_sha256": self._corpus_sha256,
                 "inputs": self._described(inputs),
@@ -193,10 +194,14 @@ class Follower:
         return version
 
     def _is_ours(self, version: str) -> bool:
-        return self._folder_of(version) is not None
+        """Return True for the draft in --start, and for one that was trained here."""
+        return self._is_start(version) or self._journal.has_made(version)
 
     def _folder_of(self, version: str) -> Path | None:
-        return self._options.start if version == self._start_version else self._journal.folder_of(version)
+        return self._options.start if self._is_start(version) else self._journal.folder_of(version)
+
+    def _is_start(self, version: str) -> bool:
+        return version in {self._start_version, self._start_digest}
 
     # ------------------------------------------------------------------------------------- inputs --
 
@@ -280,7 +285,7 @@ class Follower:
         for name, value in cycle["options"].items():
             if now[name] != value:
                 raise InvalidField(name, f"must be {value}, as in the cycle, got {now[name]}")
-        if self._start_version != cycle.get("start", self._start_version):
+        if self._start_digest != cycle.get("start", self._start_digest):
             raise InvalidField("start", f"must be the draft {cycle['start']}, as in the cycle")
         if self._corpus_sha256 != cycle["corpus_sha256"]:
             raise InvalidField("corpus", "must be the files that the cycle read")

@@ -50,6 +50,10 @@ containers:
       - {{ include "galley.learningTarget" .root | quote }}
       - --start
       - {{ include "galley.learningStart" .root | quote }}
+      {{- if and .root.Values.draft.settings.version (not .values.options.start_version) (has .values.start (list "" .root.Values.draft.settings.model)) }}
+      - --start-version
+      - {{ .root.Values.draft.settings.version | quote }}
+      {{- end }}
       {{- range $key, $value := .values.options }}
       - --{{ replace "_" "-" $key }}
       - {{ include "galley.text" $value | quote }}

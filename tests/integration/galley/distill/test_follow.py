@@ -28,7 +28,7 @@ from galley.core.versions.state import NOT_TRIED
 from galley.distill.data.corpus import Conversation, corpus_of, write_corpus
 from galley.distill.export import read_draft, write_draft
 from galley.distill.follow.canaries import LONGEST_TRIAL_S
-from galley.distill.follow.journal import locked
+from galley.distill.follow.journal import Journal, locked
 from galley.distill.follow.options import FollowOptions
 from galley.distill.follow.run import Stopped
 from galley.distill.training.evaluation import agreement
@@ -277,13 +277,16 @@ async def test_replicas_that_began_with_a_name_get_the_promoted_draft_too(
     server: Server, options: FollowOptions, tmp_path: Path
 ) -> None:
     await server.command("FLUSHALL")
-    async with deployment(server, options, ["v1", "v1", "a-persons"], tmp_path) as deployed:
+    named = replace(options, start_version="v1")
+    async with deployment(server, named, ["v1", "v1", "a-persons"], tmp_path) as deployed:
         await deployed.versions.drain("a-persons", author="a person")
         await deployed.add(ALICE, workload("a", 250))
         deployed.drafts[2].refusal = "it must not be asked"
         deployed.drafts[2].is_loadable = False
         await deployed.cycle()
-        promoted = last(deployed)["version"]
+        cycle = last(deployed)
+        assert cycle["present"] == cycle["start"] == draft_version(options.start)
+        promoted = cycle["version"]
         await deployed.versions.promote(promoted, author="rule")
         deployed.drafts[2].is_loadable = True
         await deployed.cycle()
@@ -296,12 +299,102 @@ async def test_a_version_that_people_loaded_is_left_to_them_until_it_is_tried(de
     await deployed.versions.drain("a-persons", author="a person", reason=NOT_TRIED)
     with capture_logs() as logs:
         await deployed.cycle()
-    assert any("a-persons was loaded by hand" in line.get("reason", "") for line in logs)
+    assert any("a-persons was started or loaded by hand" in line.get("reason", "") for line in logs)
     assert not any(draft.loads for draft in deployed.drafts)
     await deployed.versions.try_version("a-persons", 0.2)
     await deployed.versions.roll_back(author="rule", reason="worse")
     await deployed.cycle()
     assert deployed.drafts[1].loads == [last(deployed)["version"]]
+
+
+async def test_the_first_offer_leaves_replicas_that_people_started(
+    server: Server, options: FollowOptions, tmp_path: Path
+) -> None:
+    """Before the first promotion all versions get sessions; one may be another pool's."""
+    await server.command("FLUSHALL")
+    version = draft_version(options.start)
+    async with deployment(server, options, [version] * 3, tmp_path) as deployed:
+        # Of replicas that get sessions, the last one by its address takes a draft.
+        by_hand = max(deployed.drafts, key=lambda draft: draft.address)
+        by_hand.version = "v3"
+        await deployed.add(ALICE, workload("a", 250))
+        await deployed.cycle()
+        cycle = last(deployed)
+        assert cycle["decision"] == "offered", cycle["reason"]
+        assert sorted(draft.version for draft in deployed.drafts) == sorted([version, cycle["version"], "v3"])
+        assert by_hand.version == "v3"
+
+
+async def test_replicas_that_people_start_after_a_promotion_are_left_to_them(
+    server: Server, options: FollowOptions, tmp_path: Path
+) -> None:
+    await server.command("FLUSHALL")
+    stable = draft_version(options.start)
+    async with deployment(server, options, [stable, stable, "v3"], tmp_path) as deployed:
+        await deployed.versions.promote(stable, author="rule")
+        await deployed.cycle()
+        await deployed.versions.try_version("v3", 0.2, author="a person")
+        await deployed.cycle()
+        assert [draft.version for draft in deployed.drafts] == [stable, stable, "v3"]
+        assert not any(draft.loads for draft in deployed.drafts)
+
+
+async def test_a_canary_that_waits_for_the_end_of_a_trial_keeps_its_replica(
+    server: Server, options: FollowOptions, tmp_path: Path
+) -> None:
+    await server.command("FLUSHALL")
+    stable = draft_version(options.start)
+    async with deployment(server, options, [stable, stable, "v2"], tmp_path) as deployed:
+        await deployed.versions.promote(stable, author="rule")
+        await deployed.add(ALICE, workload("a", 250))
+        await deployed.cycle()
+        given_up = last(deployed)["version"]
+        assert (await deployed.versions.read()).split.canary == given_up
+        deployed.later_s = LONGEST_TRIAL_S
+        await deployed.cycle()
+        assert given_up in (await deployed.versions.read()).split.drained
+        assert [draft.version for draft in deployed.drafts] == [stable, stable, "v2"]
+        assert not deployed.drafts[2].loads
+
+
+async def test_a_trial_does_not_take_replicas_that_people_started_for_a_lost_draft(
+    server: Server, options: FollowOptions, tmp_path: Path
+) -> None:
+    await server.command("FLUSHALL")
+    stable = draft_version(options.start)
+    async with deployment(server, options, ["v2", "v3"], tmp_path) as deployed:
+        await deployed.versions.promote(stable, author="rule")
+        await deployed.versions.try_version("v2", 0.2, author="a person")
+        with capture_logs() as logs:
+            await deployed.cycle()
+        assert not any(draft.loads for draft in deployed.drafts)
+        assert any("v3 was started or loaded by hand" in line.get("reason", "") for line in logs)
+
+
+async def test_replicas_with_a_draft_that_is_not_kept_any_more_get_the_stable_one(
+    server: Server, options: FollowOptions, tmp_path: Path
+) -> None:
+    """Such as one that could not be reached for some cycles."""
+    await server.command("FLUSHALL")
+    stable = draft_version(options.start)
+    Journal(options.work).append({"cycle": 1, "version": "learned", "inputs": {"train": []}})
+    async with deployment(server, options, [stable, "learned"], tmp_path) as deployed:
+        await deployed.versions.promote(stable, author="rule")
+        await deployed.cycle()
+        assert [draft.version for draft in deployed.drafts] == [stable, stable]
+
+
+async def test_replicas_with_another_name_than_that_of_the_start_are_left_alone(
+    server: Server, options: FollowOptions, tmp_path: Path
+) -> None:
+    await server.command("FLUSHALL")
+    async with deployment(server, options, ["v1", "v1"], tmp_path) as deployed:
+        await deployed.add(ALICE, workload("a", 250))
+        with capture_logs() as logs:
+            await deployed.cycle()
+        assert not deployed.cycles()
+        assert not any(draft.loads for draft in deployed.drafts)
+        assert any("--start-version" in line.get("reason", "") for line in logs)
 
 
 async def test_without_a_second_replica_nothing_is_offered(
@@ -521,6 +614,7 @@ async def _started(arguments: list[str]) -> asyncio.subprocess.Process:
         (["--follow", "--self-prompts", "5"], "--self-prompts"),
         (["--follow", "--target", "some/model"], "--start"),
         (["--follow", "--share", "0.9"], "--share"),
+        (["--follow", "--start-version", "not a name"], "--start-version"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused_before_any_work(
