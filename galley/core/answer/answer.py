@@ -122,6 +122,8 @@ class Answer:
         self._builds: list[tuple[int, str]] = []
         """The builds that computed the output, each with the index of its first token."""
         self._texts: list[str] = []
+        self._held_lengths: dict[int, int] = {}
+        """How much text is held back after an output token, by index; 0 for those that are absent."""
         self._stream = TextStream(decode, spec.prompt, spec.stop_strings)
 
     @property
@@ -158,6 +160,8 @@ class Answer:
             self._builds.append((self.output_len - 1, record.fingerprint))
         text, self.ending = self._read(token)
         self._texts.append(text)
+        if length := self._stream.held_length:
+            self._held_lengths[self.output_len - 1] = length
         return self.ending is None
 
     def _read(self, token: int) -> tuple[str, Ending | None]:
@@ -186,6 +190,10 @@ class Answer:
 
     def texts(self, start: int, end: int) -> list[str]:
         return self._texts[start:end]
+
+    def held_length(self, index: int) -> int:
+        """Return how many characters of the text up to output token `index` come with later tokens."""
+        return self._held_lengths.get(index, 0)
 
     def _chunk(self, start: int, end: int) -> Chunk:
         records, texts = self.records[start:end], self._texts[start:end]

@@ -42,6 +42,13 @@ class TextStream:
         # A sliding window, so that a token costs the same anywhere; its first `_settled` tokens are decoded.
         self._window = list(prompt[-_CONTEXT_TOKENS:])
         self._settled = len(self._window)
+        self._unfinished = 0
+        """Characters that the tokens behind those read as: one that is unfinished is U+FFFD."""
+
+    @property
+    def held_length(self) -> int:
+        """Return how many characters of the tokens so far are held back."""
+        return len(self._held) + self._unfinished
 
     def push(self, token: int, *, may_stop: bool = True) -> Piece:
         """Add one token. With `may_stop` False, its text is not searched for stop strings."""
@@ -59,6 +66,7 @@ class TextStream:
         """Return the text that was held back, when no token follows."""
         text = self._new_text(len(self._window))
         self._settled = len(self._window)
+        self._unfinished = 0
         return self._release() + text
 
     def _release(self, keep: int = 0) -> str:
@@ -73,7 +81,9 @@ class TextStream:
         self._window.append(token)
         end = len(self._window)
         text = self._new_text(end)
+        self._unfinished = 0
         if not text or text.endswith(_REPLACEMENT):
+            self._unfinished = len(text)
             if self._is_hidden(token):
                 self._window.pop()
                 return ""
@@ -81,6 +91,7 @@ class TextStream:
                 return ""
             end -= _MAX_OPEN_TOKENS
             text = self._new_text(end)
+            self._unfinished -= len(text)
         del self._window[: self._settled]
         self._settled = end - self._settled
         return text

@@ -213,8 +213,8 @@ class EventStream(EventWriter):
         """Return what a chunk adds: text, or parts of OpenAI's delta."""
         if not self._readers:
             return chunk.text
-        reader, end = self._readers[choice.index], chunk.index + len(chunk.tokens)
-        return reader.delta(reader.push(chunk.tokens, choice.session.answer.texts(chunk.index, end)))
+        reader = self._readers[choice.index]
+        return reader.delta(reader.push(chunk.index + len(chunk.tokens)))
 
     def _event(self, choice: Choice, delta: str | Mapping[str, Any], more: Mapping[str, Any]) -> bytes:
         """Return an event of one choice."""

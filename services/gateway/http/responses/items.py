@@ -158,12 +158,12 @@ class PartsReader:
             return await self._part_json(output_index, fields)
         return to_json(fields)
 
-    def push(self, index: int, token: int) -> list[Event]:
+    def push(self, index: int) -> list[Event]:
         """Read output token `index`; return its events."""
-        [text] = texts = self._answer.texts(index, index + 1)
         before = self.reasoning_tokens
-        deltas = self._reader.push([token], texts)
+        deltas = self._reader.push(index + 1)
         if self._answer.spec.logprobs is not None:
+            [text] = self._answer.texts(index, index + 1)
             self._content.read(index, text)
             if self.reasoning_tokens > before:
                 self._content.drop()
@@ -179,8 +179,8 @@ class PartsReader:
 
     async def skip(self, end: int) -> None:
         """Read the first `end` tokens. Others get a turn between pieces of them."""
-        for index, token in enumerate(self._answer.output[:end]):
-            self.push(index, token)
+        for index in range(end):
+            self.push(index)
             if index % _PIECE_TOKENS == 0:
                 await asyncio.sleep(0)
 

@@ -86,7 +86,7 @@ class PartsStream(ResponseEvents):
         for index, (token, drafted) in enumerate(zip(item.tokens, item.from_draft, strict=True), item.index):
             if self._form.token_ids:
                 self._tokens.append((token, drafted))
-            self._add(written, self._parts.push(index, token))
+            self._add(written, self._parts.push(index))
             seen.add([token])
             self._place = Position(index + 1, seen.digest(), has_begun=True)
         await self._write(written)

@@ -6,6 +6,7 @@ the mark by it alone. A parser then sees the token as a sign: a lone surrogate, 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,10 +14,16 @@ from galley.common.models.tokenizer import Tokenizer
 from services.gateway.http.tools.deltas import CallBegins, Delta
 
 _FIRST_SIGN = 0xDFF0
+_MOST_DUE = 64
+"""Marks that wait at most: bounds the work of one token.
+
+It takes a stop string of so many marks. Beyond, the oldest is read at once; it is text if that is held back.
+"""
 
 
 class _Mark(NamedTuple):
-    text: str
+    decoded: str
+    """How it reads in decoded text; empty for a control token."""
     sign: str
 
 
@@ -29,44 +36,56 @@ class Marks:
 
     def __init__(self, tokenizer: Tokenizer, begins: Sequence[str], others: Sequence[str]) -> None:
         self._signs: dict[str, str] = {}
-        self._hidden: dict[int, _Mark] = {}
-        self._visible: dict[int, _Mark] = {}
+        self._marks: dict[int, _Mark] = {}
         for number, text in enumerate((*begins, *others)):
             token = tokenizer.added_token(text)
             if token is None or text in self._signs:
                 continue
-            is_visible = bool(tokenizer.decode([token]))
+            decoded = text if tokenizer.decode([token]) else ""
             # Only these are tokens for grammars, too. Others may be spelled as any text.
-            if text in begins and (text.startswith("<") or not is_visible):
+            if text in begins and (text.startswith("<") or not decoded):
                 self._signs[text] = chr(_FIRST_SIGN + number)
-            if text in self._signs or not is_visible:
-                marks = self._visible if is_visible else self._hidden
-                marks[token] = _Mark(text, self.sign(text))
+            if text in self._signs or not decoded:
+                self._marks[token] = _Mark(decoded, self.sign(text))
         self._texts = {ord(sign): text for text, sign in self._signs.items()}
-        self._due: list[_Mark] = []
+        self._length = 0
+        """The length of the text so far."""
         self._held = ""
+        self._due = deque[tuple[int, _Mark]]()
+        """Marks before which text was held back, each with the length of the text up to its end."""
 
     def sign(self, text: str) -> str:
         """Return how the mark `text` appears in what `read` returns."""
         return self._signs.get(text, text)
 
-    def read(self, token: int, text: str) -> str:
-        """Return the text that a token adds, with signs for marks."""
-        if (mark := self._hidden.get(token)) is not None:
-            return text + mark.sign
-        if (mark := self._visible.get(token)) is not None:
-            self._due.append(mark)
-        elif not self._due:
+    def read(self, token: int, text: str, held_length: int) -> str:
+        """Return the text that a token adds, with signs for marks.
+
+        Of the text up to the token, `held_length` characters come with later tokens, as they may begin a stop
+        string or are unfinished. They may be before a mark, or the mark itself.
+        """
+        self._length += len(text)
+        mark = self._marks.get(token)
+        if mark is None and not self._due:
             return text
-        # A stop string may hold back the end of a mark, which then comes with the text of later tokens.
-        ready, self._held = "", self._held + text
-        while self._due:
-            before, found, after = self._held.partition(self._due[0].text)
-            if not found:
-                return ready
-            ready, self._held = ready + before + self._due.pop(0).sign, after
-        ready, self._held = ready + self._held, ""
+        self._held += text
+        if mark is not None:
+            self._due.append((self._length + held_length, mark))
+        ready = ""
+        while self._due and (self._due[0][0] <= self._length or len(self._due) > _MOST_DUE):
+            end, mark = self._due.popleft()
+            at = max(0, len(self._held) - self._length + end)
+            before, self._held = self._held[:at], self._held[at:]
+            # The end of a stop string may have cut the mark.
+            sign = mark.sign if before.endswith(mark.decoded) else ""
+            ready += (before.removesuffix(mark.decoded) if sign else before) + sign
+        if not self._due:
+            ready, self._held = ready + self._held, ""
         return ready
+
+    def is_due(self, sign: str) -> bool:
+        """Return True if a mark with this sign waits for text before it."""
+        return any(mark.sign == sign for _, mark in self._due)
 
     def finish(self) -> str:
         """Return the text that was held back, once no text follows."""

@@ -6,7 +6,7 @@ What is read depends on the tokens alone, one at a time: a stream that another g
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from galley.common.models.tokenizer import Tokenizer
@@ -36,6 +36,7 @@ class OutputReader:
         self.reasoning_tokens = 0
         self.has_calls = False
         self._answer = answer
+        self._end = 0
         self._format = tool_format(tokenizer) if form.tools else None
         trigger, others = ("", ()) if self._format is None else (self._format.trigger, self._format.marks)
         reasoning = tokenizer.reasoning if form.reasoning else None
@@ -44,18 +45,22 @@ class OutputReader:
         sign = self._marks.sign
         self._parser: Parser = PlainText() if self._format is None else self._format.parser(sign(trigger))
         self._split: ReasoningSplit | None = None
+        self._closing = ""
         if reasoning is not None:
-            opening, closing = sign(reasoning.opening), sign(reasoning.closing)
+            opening, self._closing = sign(reasoning.opening), sign(reasoning.closing)
             is_open = reasoning.is_open(answer.spec.prompt, tokenizer.decode)
-            self._split = self._parser = ReasoningSplit(self._parser, opening, closing, is_open=is_open)
+            self._split = self._parser = ReasoningSplit(self._parser, opening, self._closing, is_open=is_open)
 
-    def push(self, tokens: Sequence[int], texts: Sequence[str]) -> list[Delta]:
-        """Read further tokens, with the text that each adds."""
-        deltas: list[Delta] = []
-        for token, text in zip(tokens, texts, strict=True):
-            deltas += self._parser.push(self._marks.read(token, text))
-            if self._split is not None and self._split.is_open:
+    def push(self, end: int) -> list[Delta]:
+        """Read further tokens, up to the first `end` of the answer."""
+        answer, start, deltas = self._answer, self._end, list[Delta]()
+        offset = len(answer.spec.prompt)
+        tokens = answer.tokens[offset + start : offset + end]
+        for index, (token, text) in enumerate(zip(tokens, answer.texts(start, end), strict=True), start):
+            deltas += self._parser.push(self._marks.read(token, text, answer.held_length(index)))
+            if self._split is not None and self._split.is_open and not self._marks.is_due(self._closing):
                 self.reasoning_tokens += 1
+        self._end = end
         return self._noted(deltas)
 
     def finish(self) -> list[Delta]:
@@ -64,11 +69,9 @@ class OutputReader:
 
     async def read(self, end: int) -> list[Delta]:
         """Read the first `end` tokens of the answer. Others get a turn between pieces of it."""
-        answer, deltas = self._answer, list[Delta]()
-        output = answer.output
+        deltas: list[Delta] = []
         for at in range(0, end, _PIECE_TOKENS):
-            stop = min(end, at + _PIECE_TOKENS)
-            deltas += self.push(output[at:stop], answer.texts(at, stop))
+            deltas += self.push(min(end, at + _PIECE_TOKENS))
             await asyncio.sleep(0)
         return deltas
 

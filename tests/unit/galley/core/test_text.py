@@ -70,6 +70,17 @@ def test_a_character_after_many_control_tokens_stays_whole() -> None:
     assert texts == [""] * 16 + ["🚀"]
 
 
+@given(st.lists(st.sampled_from([HIDDEN, *b"ab\xff", *"é🚀".encode()]), max_size=40), st.booleans())
+def test_the_rest_of_the_text_is_held_back(tokens: list[int], stops: bool) -> None:
+    stream = TextStream(decode_visible, (), ["a\0", "baaa\0", "aé🚀\0"] if stops else ())
+    text = ""
+    for end, token in enumerate(tokens, 1):
+        text += stream.push(token).text
+        assert len(text) + stream.held_length == len(decode_visible(tokens[:end]))
+    text += stream.flush()
+    assert (len(text), stream.held_length) == (len(decode_visible(tokens)), 0)
+
+
 @given(st.text("ab<>", max_size=40), st.lists(st.text("ab<>", min_size=1, max_size=4), max_size=3))
 def test_stops_cut_where_the_first_one_starts(text: str, stops: list[str]) -> None:
     texts, stop = pieces(text.encode(), stops)

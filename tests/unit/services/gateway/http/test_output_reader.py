@@ -90,11 +90,7 @@ def message_of(tokenizer: Tokenizer, answer: Answer, cuts: Sequence[int]) -> dic
     reader = OutputReader(Format("chat", tools=True, reasoning=True), tokenizer, answer)
     message: dict[str, Any] = {}
     calls: list[dict[str, Any]] = []
-    output = answer.output
-    deltas = [
-        reader.delta(reader.push(output[at:end], answer.texts(at, end)))
-        for at, end in zip([0, *cuts], [*cuts, len(output)], strict=True)
-    ]
+    deltas = [reader.delta(reader.push(end)) for end in (*cuts, answer.output_len)]
     for delta in [*deltas, reader.delta(reader.finish())]:
         for name in delta.keys() - {"tool_calls"}:
             message[name] = message.get(name, "") + delta[name]
@@ -133,3 +129,90 @@ async def test_a_text_without_marks_is_content(tokenizer: Tokenizer) -> None:
         reader = OutputReader(Format("chat", tools=True, reasoning=True), tokenizer, answer)
         message = reader.message([*await reader.read(len(answer.output)), *reader.finish()])
         assert message == {"role": "assistant", "content": text, "refusal": None}
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+JSON = '{"a": 1}'
+HELD: dict[str, tuple[list[str | bytes], str, dict[str, Any]]] = {
+    "before a call": ([f"I know it, EUROPE{CALL}"], "END", {"content": "I know it, EUROPE", "tool_calls": 1}),
+    "reasoning": ([f"[THINK]EUROPE[/THINK]{JSON}"], "END", {"reasoning_content": "EUROPE", "content": JSON}),
+    "before the end of a call": ([f"{CALL}ok"], "}}\n]", {"content": "ok", "tool_calls": 1}),
+    "before calls": ([f"E{CALL}{CALL}"], "END", {"content": "E", "tool_calls": 2}),
+    "at the end": (["[THINK]E[/THINK]E"], "END", {"reasoning_content": "E", "content": "E"}),
+    "in a stop string": (["[THINK]E[/THINK]E"], "EE", {"reasoning_content": ""}),
+    "in a stop string, a call": (["I E<tool_call>ND"], "END", {"content": "I "}),
+    "an unfinished character": (
+        ["[THINK]caf", b"\xc3", f"[/THINK]{JSON}"],
+        "END",
+        {"reasoning_content": "caf\ufffd", "content": JSON},
+    ),
+    "an unfinished character and a stop": (
+        ["[THINK]E", b"\xf0\x9f", f"[/THINK]{JSON}"],
+        "E\ufffd\n",
+        {"reasoning_content": "E\ufffd", "content": JSON},
+    ),
+    "a character around a mark": (
+        ["[THINK]caf", b"\xc3", "[/THINK]", b"\xa9", JSON],
+        "END",
+        {"reasoning_content": "café", "content": JSON},
+    ),
+}
+
+
+@pytest.mark.parametrize(("parts", "stop", "expected"), HELD.values(), ids=HELD)
+async def test_text_that_is_held_back_stays_before_a_control_token(
+    tmp_path: Path, parts: Sequence[str | bytes], stop: str, expected: dict[str, Any]
+) -> None:
+    control = ("[THINK]", "[/THINK]", *HERMES)
+    tokenizer = a_tokenizer(tmp_path, tokenizer_files.TOOLS_TEMPLATE, (), control)
+    tokens = [
+        token
+        for part in parts
+        for token in (part if isinstance(part, bytes) else tokenizer.encode_output(part))
+    ]
+    answer = answered(tokenizer, tokens, (stop,))
+    for size in (1, 2, 3, 7, len(tokens)):
+        message = message_of(tokenizer, answer, range(size, answer.output_len, size))
+        if calls := message.get("tool_calls"):
+            assert [call["function"] for call in calls] == [{"name": "f", "arguments": "{}"}] * len(calls)
+            message["tool_calls"] = len(calls)
+        assert message == {name: value for name, value in expected.items() if value}, size
+
+
+async def test_a_stop_string_that_does_not_come_changes_no_message(tokenizer: Tokenizer) -> None:
+    random = Random(24)
+    for _ in range(ROUNDS):
+        tokens = tokens_of(tokenizer, random)
+        stops = tuple(f"{text}\0" for text in random.sample(TEXTS, 8))
+        expected = message_of(tokenizer, answered(tokenizer, tokens, ()), ())
+        assert message_of(tokenizer, answered(tokenizer, tokens, stops), ()) == expected, (tokens, stops)
+
+
+@pytest.mark.parametrize("tokenizer", ["hidden"], indirect=True)
+async def test_a_stop_string_that_does_not_come_changes_no_count(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode_output("<think>ca.E</think>\n\nNX")
+    counts = {}
+    for stops in ((), (".\n\nX",), ("END",), ("\n\n\n",)):
+        answer = answered(tokenizer, tokens, stops)
+        reader = OutputReader(Format("chat", tools=True, reasoning=True), tokenizer, answer)
+        reader.push(answer.output_len)
+        counts[stops] = reader.reasoning_tokens
+    assert set(counts.values()) == {5}, counts
+
+
+@pytest.mark.parametrize("tokenizer", ["visible", "hidden"], indirect=True)
+async def test_a_spelled_mark_that_is_held_back_is_text(tokenizer: Tokenizer) -> None:
+    tokens = [*b"<tool_call>", *tokenizer.encode_output(CALL)]
+    message = message_of(tokenizer, answered(tokenizer, tokens, ("<tool_call>\0",)), ())
+    assert (message["content"], len(message["tool_calls"])) == ("<tool_call>", 1)
+
+
+@pytest.mark.parametrize("tokenizer", ["hidden"], indirect=True)
+async def test_many_control_tokens_behind_text_that_is_held_back(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode_output("aE" + "<tool_call>" * 300 + "b")
+    answer = answered(tokenizer, tokens, ("END",))
+    reader = OutputReader(Format("chat", tools=True, reasoning=True), tokenizer, answer)
+    texts = [reader.delta(reader.push(end)).get("content", "") for end in range(1, len(tokens) + 1)]
+    assert "".join(texts).replace("<tool_call>", "") == "aEb"
+    assert "".join(texts).count("<tool_call>") == 300
+    assert max(map(len, texts)) < 70 * len("<tool_call>")

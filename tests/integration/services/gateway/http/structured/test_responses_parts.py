@@ -100,12 +100,17 @@ def tokens_of(events: Events) -> tuple[list[int], list[bool]]:
     return ids, from_draft
 
 
-async def test_a_stream_goes_on_after_any_event(world: World, answers: Answers) -> None:
+@pytest.mark.parametrize("stop", [None, ["b X", "}}\nX"]])
+async def test_a_stream_goes_on_after_any_event(
+    world: World, answers: Answers, stop: list[str] | None
+) -> None:
     first = await world.gateway(draft="none", http_port=0)
     second = await world.gateway(draft="none", http_port=0)
     answers.write(f"<think>a</think>b {CALL}{OTHER}c")
     async with http_client(first.http) as client, http_client(second.http) as other:
-        whole = await client.stream(PATH, BODY | {"top_logprobs": 1})
+        whole = await client.stream(PATH, BODY | {"top_logprobs": 1, "stop": stop})
+        reasoning, message, *calls, last = [item["text"] for item in assembled(whole)]
+        assert (reasoning, message, last, len(calls)) == ("a", "b", "c", 2)
         response = whole.events[-1].json["response"]
         for read in range(1, len(whole.events), 3):
             begun = whole.events[:read]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -218,13 +218,16 @@ async def test_a_call_that_is_cut_off(client: HttpClient, answers: Answers) -> N
     assert len(call["function"]["arguments"]) > 2
 
 
-@pytest.mark.parametrize("n", [1, 2])
-async def test_a_stream_goes_on_after_any_event(world: World, answers: Answers, n: int) -> None:
+@pytest.mark.parametrize(("n", "stop"), [(1, ()), (2, ()), (2, (",\nX", "So.X", "}}\nX"))])
+async def test_a_stream_goes_on_after_any_event(
+    world: World, answers: Answers, n: int, stop: Sequence[str]
+) -> None:
     first = await world.gateway(draft="none", http_port=0)
     second = await world.gateway(draft="none", http_port=0)
     answers.write(f"<think>Why?</think>Well,\n{CALL}{OTHER}  ", f"So.{OTHER}")
     async with http_client(first.http) as client, http_client(second.http) as other:
-        whole = await client.stream(PATH, {**BODY, "n": n})
+        whole = await client.stream(PATH, {**BODY, "n": n, "stop": stop})
+        assert merged(whole)["content"] == "Well,"
         for read in range(1, len(whole.events) - 1, 5):
             begun = whole.events[:read]
             again = await other.resume(Events(list(begun), begun[-1].id, whole.session_id))
