@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from galley.common.draft_loading import draft_version
 from galley.common.host import this_host
 from galley.common.logs import get_logger
+from galley.common.models.fast_tokenizer import CONFIG
 from galley.common.models.files import (
     CONFIGS,
     DRAFT_SECTION,
     end_token_ids,
     foreign_file,
-    token_table,
     tokenizer_hash,
 )
 from galley.common.models.grammars import ReplicaGrammars, load_grammars
@@ -136,13 +136,12 @@ def draft_grammars(settings: DraftSettings, vocab_size: int) -> ReplicaGrammars 
     if settings.model is None and settings.tokenizer is None:
         return None
     directory = _tokenizer_directory(settings)
-    size = vocab_size or max(token_table(directory / _TOKENIZER)) + 1
-    return load_grammars(directory, size, end_token_ids(directory))
+    return load_grammars(directory, vocab_size, end_token_ids(directory))
 
 
 def _tokenizer_directory(settings: DraftSettings) -> Path:
     if settings.model is None:
-        files = (_TOKENIZER, *CONFIGS)
+        files = (_TOKENIZER, CONFIG, *CONFIGS)
         directory = local_directory(str(settings.tokenizer), files)
         if (reason := foreign_file(directory, files)) is not None:
             raise UnsupportedModel(reason)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from galley.common.fair_threads import FairThreads
 from galley.common.logs import get_logger
+from galley.common.models.fast_tokenizer import load_fast_tokenizer
 from galley.core.content import Miss, prefix_hash
 from galley.core.errors import DeadlinePassed, UnsupportedModel
 from galley.core.grammar.cache import GrammarCache
@@ -57,11 +58,13 @@ class ReplicaGrammars:
 def load_grammars(directory: Path, vocab_size: int, end_tokens: Sequence[int]) -> ReplicaGrammars | None:
     """Return what compiles grammars for the tokenizer in `directory`; None, with a warning, if it cannot.
 
-    Takes some tenths of a second, in which no other thread runs: call it before the replica serves.
+    A `vocab_size` of 0 is that of the tokenizer. Takes a second or more, in which no other thread runs:
+    call it before the replica serves.
     """
     try:
-        text = (directory / "tokenizer.json").read_text(encoding="utf-8")
-        return ReplicaGrammars(Vocabulary.of_tokenizer(text, vocab_size, end_tokens, time.monotonic_ns))
+        fast = load_fast_tokenizer(directory)
+        size = vocab_size or max(fast.get_vocab().values(), default=-1) + 1
+        return ReplicaGrammars(Vocabulary.of_tokenizer(fast.to_str(), size, end_tokens, time.monotonic_ns))
     except (UnsupportedModel, OSError, ValueError) as error:
         _LOG.warning("structured output unavailable", reason=str(error))
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,11 +10,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
 from galley.common.models.chat_template import ChatTemplate
 from galley.common.models.control_tokens import ControlTokens, separate
+from galley.common.models.fast_tokenizer import CONFIG, load_fast_tokenizer, read_json
 from galley.common.models.files import (
     DEFAULT_MODEL,
     TOKENIZER_FILES,
@@ -56,13 +55,11 @@ class Tokenizer:
         plain_messages: bool,
         recommendation: Recommended,
     ) -> None:
-        """Switch off truncation and padding of `fast`; `digest` is the tokenizer's `hash`.
+        """`digest` is the tokenizer's `hash`.
 
         With `plain_messages`, control tokens that a message spells out are plain text. `recommendation`
         is that of the model's generation_config.json.
         """
-        fast.no_truncation()
-        fast.no_padding()
         self._fast = fast
         self._texts: dict[int, str] = {}
         """The texts of single tokens, as far as they were decoded."""
@@ -89,19 +86,11 @@ class Tokenizer:
         directory = _directory(model)
         if (reason := foreign_file(directory, TOKENIZER_FILES)) is not None:
             raise ValueError(reason)
-        path = directory / "tokenizer.json"
-        if not path.is_file():
-            raise FileNotFoundError(f"{directory}: must hold the tokenizer.json of a fast tokenizer")
-        config = _read_json(directory / "tokenizer_config.json")
+        config = read_json(directory / CONFIG)
         if (reason := code_asked_for(config)) is not None:
-            raise ValueError(f"{directory}/tokenizer_config.json: the tokenizer {reason}")
-        try:
-            fast = FastTokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises nothing narrower
-            raise ValueError(f"{path}: must be a tokenizer: {error}") from error
-        _add_missing_tokens(fast, config)
+            raise ValueError(f"{directory / CONFIG}: the tokenizer {reason}")
         return cls(
-            fast,
+            load_fast_tokenizer(directory),
             _chat_template(directory, config),
             tokenizer_hash(directory),
             plain_messages=not control_tokens_in_messages,
@@ -204,7 +193,7 @@ def _ids(
 
 def _recommendation(path: Path) -> Recommended:
     try:
-        return recommended(_read_json(path))
+        return recommended(read_json(path))
     except InvalidField as fault:
         raise ValueError(f"{path}: {fault}") from fault
 
@@ -231,30 +220,6 @@ def _default_directory() -> Path:
     return Path(done.stdout.strip())
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: must be JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: must hold a JSON object")  # noqa: TRY004  # the file is at fault, not a type
-    return value
-
-
-def _add_missing_tokens(fast: FastTokenizer, config: dict[str, Any]) -> None:
-    """Add control tokens that only tokenizer_config.json names; never give one a new id."""
-    for key, entry in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
-        content = entry["content"]
-        known = fast.token_to_id(content)
-        if known is None and int(key) == fast.get_vocab_size(with_added_tokens=True):
-            flags = {name: entry.get(name, False) for name in ("single_word", "lstrip", "rstrip", "special")}
-            token = AddedToken(content, normalized=entry.get("normalized", True), **flags)
-            add = fast.add_special_tokens if flags["special"] else fast.add_tokens
-            add([token])
-
-
 def _chat_template(directory: Path, config: dict[str, Any]) -> ChatTemplate | None:
     path = directory / "chat_template.jinja"
     source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
@@ -266,7 +231,7 @@ def _chat_template(directory: Path, config: dict[str, Any]) -> ChatTemplate | No
 
 
 def _special_variables(directory: Path, config: dict[str, Any]) -> dict[str, str]:
-    given = _read_json(directory / "special_tokens_map.json") | config
+    given = read_json(directory / "special_tokens_map.json") | config
     values = {name: given.get(name) for name in _SPECIAL_VARIABLES}
     texts = {name: it.get("content") if isinstance(it, dict) else it for name, it in values.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}

@@ -12,14 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 
 from galley.common.models.chat_template import ChatTemplate
 from galley.common.models.files import DEFAULT_MODEL, tokenizer_hash
+from galley.common.models.grammars import load_grammars
 from galley.common.models.tokenizer import Tokenizer, TooManyTokens
+from galley.common.wire.codec import grammar_message, read_slice
 from galley.core.errors import InvalidField, UnsupportedModel
+from galley.core.grammar.compiled import CompiledGrammar
+from galley.core.grammar.spec import GrammarSpec
 from galley.engine.load.resolve import resolve_model
+from services.gateway.request.grammars import Grammars
+from tests.fakes.tiny_model import CONTEXT
+from tests.fakes.verify_items import slice_of
+from tests.fakes.vocabularies import allowed
 
 TEXTS = [
     "Hello, world!",
@@ -298,6 +307,33 @@ def test_a_control_token_of_the_config_alone_is_known_too(tmp_path: Path) -> Non
     tokenizer = Tokenizer.load(str(a_directory(tmp_path, config)))
     assert tokenizer.encode("<|x|>") == [256, 258]
     assert not tokenizer.decode([258])
+
+
+@pytest.mark.parametrize(("vocab_size", "size"), [(300, 300), (0, 259)])
+async def test_gateways_and_replicas_allow_the_same_tokens(
+    tmp_path: Path, vocab_size: int, size: int
+) -> None:
+    config = {"added_tokens_decoder": {"258": {"content": "<tool_call>"}}}
+    directory = a_directory(tmp_path, config, truncate=True)
+    tag = {"type": "tag", "begin": "<tool_call>", "content": {"type": "any_text"}, "end": "."}
+    spec = GrammarSpec("structural_tag", json.dumps({"type": "structural_tag", "format": tag}))
+    checked = Grammars.of_tokenizer(Tokenizer.load(str(directory)).to_json(), size, [257]).compile(spec)
+    grammars = load_grammars(directory, vocab_size, [257])
+    assert grammars is not None
+    item = slice_of([1], grammar_hash=spec.content_hash, structured_output=grammar_message(spec))
+    compiled = await grammars.compiled(read_slice(item, vocab_size=size, context_window=CONTEXT), 0)
+    assert isinstance(compiled, CompiledGrammar)
+    assert [allowed(one.start().masks(())[0]) for one in (checked, compiled)] == [{258}, {258}]
+    assert grammars.vocab_size == size
+
+
+def test_a_broken_config_leaves_a_replica_without_grammars(tmp_path: Path) -> None:
+    directory = a_directory(tmp_path, {"added_tokens_decoder": {"x": {}}})
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: added_tokens_decoder must map token ids"):
+        Tokenizer.load(str(directory))
+    with capture_logs() as logs:
+        assert load_grammars(directory, 300, [257]) is None
+    assert [entry["event"] for entry in logs] == ["structured output unavailable"]
 
 
 def test_added_tokens_are_known_without_another_copy(tmp_path: Path) -> None:
