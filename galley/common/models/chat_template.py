@@ -81,7 +81,8 @@ class ChatTemplate:
         Raise InvalidField("messages") if the template refuses them or writes more than `max_chars`, and
         InvalidField("tools") if it takes none. Raise InvalidField with the name of a turn that it would leave
         out: one with calls, or of role `tool`. The half of a surrogate pair, which only an escape of JSON can
-        write, is written as that escape: no tokenizer takes it.
+        write, is written as that escape: no tokenizer takes it. A template that does not take a text as the
+        arguments of a call gets an empty object instead.
         """
         if tools and not self.takes_tools:
             raise InvalidField("tools", "must be absent: the model's chat template takes no tools")
@@ -103,6 +104,9 @@ class ChatTemplate:
                 if prompt.tell() > self._max_chars:
                     break
         except _REFUSALS as error:
+            objects = _with_objects(messages)
+            if objects != list(messages):
+                return self.render(objects, tools, more)
             reason = str(error)[:_MAX_REASON_CHARS]
             # Logs leave out what follows ", got": a template may quote a message.
             problem = f"the model's chat template refuses them, got its error: {reason}"
@@ -123,6 +127,20 @@ class ChatTemplate:
             problem = "must be absent: the model's chat template leaves calls of tools out"
             raise InvalidField(f"messages.messages[{calling}].tool_calls", problem)
         return self._calls_template
+
+
+def _with_objects(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages whose calls have an empty object in place of arguments that are text."""
+
+    def object_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
+        function = call["function"]
+        is_text = isinstance(function.get("arguments"), str)
+        return {**call, "function": {**function, "arguments": {}}} if is_text else call
+
+    return [
+        {**turn, "tool_calls": [*map(object_call, turn["tool_calls"])]} if "tool_calls" in turn else turn
+        for turn in messages
+    ]
 
 
 def _check_results(messages: Sequence[Mapping[str, Any]], prompt: str) -> None:

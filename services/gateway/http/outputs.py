@@ -39,7 +39,7 @@ class Choice(BaseModel):
 
 class CalledFunction(BaseModel):
     name: str
-    arguments: str = Field(description="A JSON object, as text.")
+    arguments: str = Field(description="A JSON object, as text; or other text, as a model may write.")
 
 
 class ToolCall(BaseModel):

@@ -81,8 +81,16 @@ def _message(message: pb.ChatMessage, field: str) -> dict[str, Any]:
 def _call(call: pb.ToolCall, field: str) -> dict[str, Any]:
     if not call.name:
         raise InvalidField(f"{field}.name", "must not be empty")
-    arguments = _json_object(call.arguments or "{}", f"{field}.arguments")
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+    function = {"name": call.name, "arguments": _arguments(call.arguments or "{}")}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _arguments(text: str) -> dict[str, Any] | str:
+    """Return the arguments of a call: the text itself if a model wrote no JSON object, or was cut off."""
+    try:
+        return _json_object(text, "arguments")
+    except InvalidField:
+        return text
 
 
 def _json_object(text: str, field: str) -> dict[str, Any]:

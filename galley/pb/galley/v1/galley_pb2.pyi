@@ -505,7 +505,7 @@ class ToolCall(_message.Message):
     id: _builtins.str
     name: _builtins.str
     arguments: _builtins.str
-    """A JSON object."""
+    """A JSON object; or text that is none, as a model may write."""
     def __init__(
         self,
         *,

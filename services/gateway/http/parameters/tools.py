@@ -53,7 +53,7 @@ FlatTools: TypeAlias = Annotated[list[FlatTool], Field(fail_fast=True, max_lengt
 
 class CalledFunction(Open):
     name: str = Field(description="As the model wrote it, which may be the name of no tool.")
-    arguments: str = Field(description="A JSON object, as text.")
+    arguments: str = Field(description="A JSON object, as text; or other text, as a model may write.")
 
 
 class ToolCall(Open):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -84,7 +83,7 @@ class ResponseObjects:
         return Turn(
             "assistant",
             "".join(texts),
-            [Call(one["call_id"], one["name"], one["arguments"]) for one in calls if _is_whole(one)],
+            [Call(one["call_id"], one["name"], one["arguments"]) for one in calls],
         )
 
     async def _read(self) -> PartsReader:
@@ -182,11 +181,3 @@ def _items(turn: Turn, name: str) -> Iterator[dict[str, Any]]:
     for number, call in enumerate(turn.calls):
         fields = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
         yield {"id": f"fc_{name}_{number}", "type": "function_call", "status": "completed", **fields}
-
-
-def _is_whole(call: Mapping[str, Any]) -> bool:
-    """Return True unless the arguments of a call were cut off: a conversation goes on without it."""
-    try:
-        return isinstance(json.loads(call["arguments"]), dict)
-    except (ValueError, RecursionError):
-        return False

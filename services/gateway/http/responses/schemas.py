@@ -36,7 +36,7 @@ class InputItem(_Item):
     content: str | Few[InputPart] | None = Field(None, description="Text, or parts of text.")
     call_id: str | None = Field(None, description="Of a call, and of its output.")
     name: str | None = Field(None, description="Of a called function.")
-    arguments: str | None = Field(None, description="Of a call: a JSON object, as text.")
+    arguments: str | None = Field(None, description="Of a call: a JSON object, as text; or other text.")
     output: str | Few[InputPart] | None = Field(None, description="Of a call: text, or parts of text.")
 
 

@@ -489,6 +489,22 @@ def test_calls_are_written_by_the_template_that_does() -> None:
     assert template.render(USER) == ChatTemplate(PLAIN, {}).render(USER)
 
 
+@pytest.mark.parametrize(
+    ("reads", "prompt"),
+    [
+        ("call.function.arguments", '{"city": "Or'),
+        ("call.function.arguments | tojson", '"{\\"city\\": \\"Or"'),
+        ("call.function.arguments | items | list", "[]"),
+        ("call.function.arguments.items() | list", "[]"),
+    ],
+)
+def test_arguments_may_be_text_that_a_template_cannot_read(reads: str, prompt: str) -> None:
+    source = "{% for call in messages[1].tool_calls %}{{ READS }}{% endfor %}"
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"city": "Or'}}
+    turns = [*USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert ChatTemplate(source.replace("READS", reads), {}).render(turns) == prompt
+
+
 def test_results_that_the_template_leaves_out_are_refused() -> None:
     assert "tool:  noon" in ChatTemplate(PLAIN, {}).render(RESULT)
     of_users = "{% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %}"

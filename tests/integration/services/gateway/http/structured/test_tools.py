@@ -287,6 +287,32 @@ async def test_half_a_surrogate_pair_in_arguments_goes_on(client: HttpClient, an
     assert r'"city": "\ud83d"' in bytes(token for token in prompt if token < 256).decode()
 
 
+DEEP = '{"a": ' * 65 + "1" + "}" * 65
+NO_OBJECTS = {
+    "a list": ("[1]}\n</tool_call>", "[1]"),
+    "damaged": ('{"city": Orlé}}\n</tool_call>', '{"city": '),
+    "cut off": ('{"city": "Or', '{"city": "Or'),
+    "deep": (f"{DEEP}}}\n</tool_call>", DEEP),
+}
+
+
+@pytest.mark.parametrize(("written", "arguments"), NO_OBJECTS.values(), ids=NO_OBJECTS)
+async def test_a_conversation_goes_on_after_arguments_that_are_no_object(
+    client: HttpClient, answers: Answers, written: str, arguments: str
+) -> None:
+    answers.write(f'<tool_call>\n{{"name": "get_weather", "arguments": {written}', "Rain.")
+    body = {**BODY, "max_tokens": 700}
+    [choice] = (await client.post(PATH, body)).json()["choices"]
+    [call] = choice["message"]["tool_calls"]
+    assert call["function"]["arguments"] == arguments
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "These are no arguments."}
+    turns = [*ASK["messages"], choice["message"], result]
+    response = await client.post(PATH, {**BODY, "messages": turns, "seed": 1})
+    assert response.status_code == 200, response.text
+    prompt = (await client.post("/tokenize", {"messages": turns})).json()["tokens"]
+    assert f'"arguments": {json.dumps(arguments)}' in bytes(token for token in prompt if token < 256).decode()
+
+
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name", "must be unique"),
     ({"tools": [{"type": "code"}]}, "tools[0].type", "must be 'function'"),
@@ -299,11 +325,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "must be the name of a tool",
     ),
     ({"tools": [NOW], "tool_choice": "any"}, "tool_choice", "must be"),
-    (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "1"}}]}]},
-        "messages[0].tool_calls[0].arguments",
-        "must be a JSON object",
-    ),
     ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content", "must be text"),
 ]
 
