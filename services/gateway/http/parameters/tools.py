@@ -20,7 +20,9 @@ class Function(Open):
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON Schema of the arguments.")
     strict: bool | None = Field(
-        None, description="The schema always holds, not only where a call is required."
+        None,
+        description="The schema holds with `tool_choice` `auto`, too, unless the model writes calls in the "
+        "form of Llama 3.",
     )
 
 
