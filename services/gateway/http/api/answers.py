@@ -103,7 +103,8 @@ class Answers:
             except InvalidField as error:
                 if has_new_name and error.field == "max_tokens":
                     raise InvalidField("max_completion_tokens", error.problem) from error
-                raise renamed(error, language) from error
+                located = error if tools is None else tools.located(error, language)
+                raise renamed(located, language) from error
 
         if body.stream:
             former = [START] * form.choices

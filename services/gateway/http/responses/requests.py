@@ -61,6 +61,11 @@ class Translation:
             self.record.turns = turns.encode()
         return self.record.stored
 
+    def renamed(self, error: InvalidField) -> InvalidField:
+        """Return an error about the language of the answer as one that names the parameter that gave it."""
+        located = error if self._tools is None else self._tools.located(error, self.language)
+        return renamed(located, self.language)
+
 
 @contextmanager
 def named_as_here(translation: Translation) -> Iterator[None]:
@@ -68,7 +73,7 @@ def named_as_here(translation: Translation) -> Iterator[None]:
     try:
         yield
     except InvalidField as fault:
-        error = renamed(fault, translation.language)
+        error = translation.renamed(fault)
         name, dot, rest = error.field.partition(".")
         if name in _NAMES and not rest.startswith("tools"):  # `tools` are named as in chats
             rest = "" if name == "messages" else dot + rest

@@ -5,13 +5,13 @@ A format reads calls (`parser`) and describes them as a structural tag, for answ
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
 from galley.common.models.tokenizer import Tokenizer
-from galley.core.errors import InvalidField
 from services.gateway.http.tools.deltas import Parser
 from services.gateway.http.tools.parsers import BareCalls, hermes_calls, mistral_calls
 
@@ -96,16 +96,17 @@ class ToolFormat:
 
 
 def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema of the arguments, which are an object; a function without one takes none.
+    """Return the schema of the arguments, which are an object; a function without one takes none."""
+    return {**(function.get("parameters") or _NONE), "type": "object"}
 
-    Raise InvalidField if it allows no object.
+
+def refused_tool(problem: str) -> tuple[int, str] | None:
+    """Return the number of the tool that an error of a form of calls is about, and what is wrong.
+
+    None if the error does not tell.
     """
-    schema = function.get("parameters") or _NONE
-    kinds = schema.get("type", "object")
-    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
-        reason = f"parameters of function {function.get('name')!r} must have type object, got {kinds!r:.80}"
-        raise InvalidField("tools", reason)
-    return {**schema, "type": "object"}
+    found = _REFUSED.match(problem)
+    return found and (int(found[1] or found[2]), problem[found.end() :])
 
 
 def _moved(schema: Any, place: str) -> Any:
@@ -119,6 +120,11 @@ def _moved(schema: Any, place: str) -> Any:
     return {**moved, "$ref": place + reference[1:]} if reference.startswith("#") else moved
 
 
+# The calls of Llama are objects that have the schema of the arguments as a part.
+_REFUSED = re.compile(
+    r"format\S*?(?:\.tags\[(\d+)\]\.content(?:\.elements\[\d+\])?\.json_schema "
+    r"|\.elements\[(\d+)\]\.json_schema (?:properties\.parameters(?:\.|: ))?)"
+)
 _NONE = {"type": "object", "properties": {}, "additionalProperties": False}
 _JSON_CALL = '{"name": "%name", "arguments": '
 _MARKS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")

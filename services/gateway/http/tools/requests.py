@@ -9,21 +9,29 @@ from typing import Any, Literal
 
 from galley.common.models.tokenizer import Tokenizer
 from galley.core.errors import InvalidField
-from galley.core.grammar.limits import DEFAULT_LIMITS, InvalidGrammar
+from galley.core.grammar.limits import DEFAULT_LIMITS, FIELD, InvalidGrammar
 from galley.core.grammar.pieces import read_json
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.http.parameters.tools import Function, NamedFunction
-from services.gateway.http.tools.formats import Form, ToolFormat, one_of, structural_tag, tool_format
+from services.gateway.http.tools.formats import (
+    Form,
+    ToolFormat,
+    one_of,
+    refused_tool,
+    structural_tag,
+    tool_format,
+)
 from services.gateway.http.transport.encoding import json_text, json_texts
 
 _ANY_OBJECT = {"type": "object"}
+_TAG = f"{FIELD}.structural_tag"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """The tools of a request, those that the model may call, and whether it must call one.
 
-    The arguments of `strict` tools always obey their schema.
+    The arguments of `strict` tools always obey their schema. `place` is that of `tool_use`.
     """
 
     tools: Sequence[dict[str, Any]]
@@ -31,6 +39,7 @@ class ToolUse:
     strict: frozenset[str]
     is_required: bool
     parallel: bool
+    place: str
 
     async def set(
         self, request: pb.GenerateRequest, tokenizer: Tokenizer, language: str, turn: asyncio.Lock
@@ -58,12 +67,40 @@ class ToolUse:
     def _form(self, output: pb.StructuredOutput, written: ToolFormat, language: str) -> Form | None:
         """Return the form of the answer; None if it may be any text."""
         if self.is_required or language:
+            self._check_types(self.callable_tools)
             calls = written.calls(self.callable_tools, parallel=self.parallel)
             return calls if self.is_required else one_of(calls, _form_of(output, language))
         if not self.strict:
             return None
         tools = [tool if tool["function"]["name"] in self.strict else _unbound(tool) for tool in self.tools]
-        return written.optional_calls(tools, parallel=self.parallel)
+        form = written.optional_calls(tools, parallel=self.parallel)
+        if form is not None:
+            self._check_types(tools)
+        return form
+
+    def _check_types(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Raise InvalidField for a tool whose schema allows no object."""
+        for tool in tools:
+            kinds = (tool["function"].get("parameters") or _ANY_OBJECT).get("type", "object")
+            if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+                raise InvalidField(self._parameters_of(tool), f"must have type object, got {kinds!r:.80}")
+
+    def located(self, error: InvalidField, language: str) -> InvalidField:
+        """Return an error about the form of the answer as one that names the tool, if it is about one.
+
+        `language` is what `set` returned.
+        """
+        is_about_answer = " or " in language and error.problem.startswith("format.elements[1]")
+        if error.field != _TAG or is_about_answer or (refused := refused_tool(error.problem)) is None:
+            return error
+        number, problem = refused
+        return InvalidField(self._parameters_of(self.callable_tools[number]), problem)
+
+    def _parameters_of(self, tool: Mapping[str, Any]) -> str:
+        """Return the name of the parameter that is the schema of a tool's arguments."""
+        name = tool["function"]["name"]
+        index = next(at for at, one in enumerate(self.tools) if one["function"]["name"] == name)
+        return f"tools[{index}]{self.place}.parameters"
 
 
 def tool_use(
@@ -99,6 +136,7 @@ def tool_use(
         frozenset(function.name for function in functions if function.strict),
         is_required=choice not in (None, "auto"),
         parallel=parallel is not False and not isinstance(choice, NamedFunction),
+        place=place,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from galley.core.errors import InvalidField
 from galley.core.grammar.compiled import compile_grammar
 from galley.core.grammar.spec import GrammarSpec
 from services.gateway.http.tools.formats import (
@@ -18,6 +19,7 @@ from services.gateway.http.tools.formats import (
     Form,
     ToolFormat,
     one_of,
+    refused_tool,
     structural_tag,
 )
 from services.gateway.http.transport.encoding import UNICODE
@@ -195,6 +197,24 @@ def test_calls_amid_text(tool_format: ToolFormat) -> None:
 
 def test_calls_that_stand_alone_have_no_form_amid_text() -> None:
     assert LLAMA.optional_calls(TOOLS, parallel=True) is None
+
+
+@pytest.mark.parametrize("tool_format", [HERMES, LLAMA, MISTRAL_LIST, MISTRAL_IDS, MISTRAL])
+def test_an_error_of_a_form_tells_which_tool_it_is_about(tool_format: ToolFormat) -> None:
+    part = {"properties": {"parameters": {"minProperties": 5}}}
+    for schema, place in (({"minProperties": 5}, ""), (part, "properties.parameters: ")):
+        tools = [TOOLS[1], function("f", schema)]
+        calls = tool_format.calls(tools, parallel=True)
+        beside = one_of(calls, {"type": "json_schema", "json_schema": CITY})
+        for form in (calls, beside, tool_format.optional_calls(tools, parallel=True)):
+            if form is not None:
+                with pytest.raises(InvalidField) as caught:
+                    accepts(form, "")
+                refused = refused_tool(caught.value.problem)
+                assert refused is not None
+                number, problem = refused
+                assert (number, problem.startswith(f"{place}minProperties must be")) == (1, True), problem
+    assert refused_tool("must be a grammar that can be compiled") is None
 
 
 def test_ids_of_calls() -> None:

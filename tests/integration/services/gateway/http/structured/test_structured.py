@@ -198,7 +198,33 @@ async def test_strict_tools_bind_calls_amid_text(client: HttpClient, world: Worl
     assert all(json.loads(tag.structural_tag)["format"]["type"] == "triggered_tags" for tag in tags)
     wrong = {**WEATHER, "function": {"name": "f", "strict": True, "parameters": {"type": "nothing"}}}
     error = (await client.post(CHATS, {**ASK, "tools": [wrong]})).json()["error"]
-    assert error["param"] == "tools"
+    assert error["param"] == "tools[0].function.parameters"
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ({"type": ["array", "null"]}, "must have type object, got ['array', 'null']"),
+        ({"minProperties": 5}, "minProperties must be at most one more than the 0 required, got 5"),
+        ({"properties": {"a": {"minProperties": 5}}}, "properties.a: minProperties must be"),
+    ],
+    ids=["type", "whole", "part"],
+)
+async def test_a_refused_tool_is_named(client: HttpClient, schema: dict[str, Any], problem: str) -> None:
+    function = {"name": "f", "strict": True, "parameters": schema}
+    named = {"type": "function", "function": {"name": "f"}}
+    answer = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+    body = {**ASK, "tools": [NOW, {"type": "function", "function": function}]}
+    required = [{"tool_choice": choice} for choice in ("required", named)]
+    bodies = [body, *(body | more for more in required), body | {"response_format": answer}]
+    responses = [await client.post(CHATS, one) for one in bodies]
+    flat = [{"type": "function", **tool} for tool in ({"name": "now"}, function)]
+    responses.append(await client.post("/v1/responses", {"input": "x", "tools": flat}))
+    for response in responses:
+        place = "tools[1].parameters" if response is responses[-1] else "tools[1].function.parameters"
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, place), error
+        assert error["message"].startswith(f"{place}: {problem}")
 
 
 async def test_a_refused_form_of_calls_or_answer_names_both(client: HttpClient) -> None:
