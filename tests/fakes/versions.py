@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from galley.core.errors import StoreUnavailable
 from galley.core.versions.counts import VersionCounts
-from galley.core.versions.state import VersionEvent, VersionState
+from galley.core.versions.state import VersionEvent, VersionState, forget_earliest
 
 
 class MemoryVersions:
@@ -21,6 +21,8 @@ class MemoryVersions:
         self.away: Collection[str] = ()
         """The calls that fail."""
         self.calls: Counter[str] = Counter()
+        self.registered: Collection[str] = ()
+        """The versions that draft replicas serve."""
 
     async def read(self) -> VersionState:
         self._call("read")
@@ -31,7 +33,7 @@ class MemoryVersions:
         if expected_epoch != self.state.epoch:
             self.refused += 1
             return False
-        self.state = replace(new, since_ms=new.trial)
+        self.state = replace(forget_earliest(new, self.registered), since_ms=new.trial)
         self.events.append(replace(event, epoch=new.epoch))
         if new.trial == new.epoch:
             for name in {new.split.stable, new.split.canary, ""}:

@@ -9,11 +9,13 @@ from functools import partial
 
 import pytest
 
+from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry, draft_lease
 from galley.common.registry.trials import DraftVersions
 from galley.core.versions import state as versions
 from galley.core.versions.counts import session_counts
 from galley.core.versions.split import SplitBy
 from galley.core.versions.state import Change, VersionState
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.fakes.redis_servers import VALKEY, Server, running
 from tests.fakes.versions import MemoryVersions
 
@@ -49,6 +51,25 @@ async def test_random_changes_and_counts_match_the_scripts(server: Server) -> No
         assert history == [replace(event, at_ms=0) for event in reversed(model.events)], seed
         await real.close()
     assert changed == added == {True, False}
+
+
+async def test_the_same_decisions_are_forgotten(server: Server) -> None:
+    rng, model = random.Random(1), MemoryVersions()
+    model.registered = {"v1", "v2", "v40"}
+    await server.command("FLUSHALL")
+    real, registry = DraftVersions(server.url, call_timeout_s=20), ReplicaRegistry(server.url, lease_s=3600)
+    for version in model.registered:
+        info = pb.GetDraftInfoResponse(incarnation="i", version=version)
+        await registry.publish(DRAFT_POOL, draft_lease(f"{version}:1", info))
+    for number in range(versions.MAX_DECIDED + 20):
+        before = await real.read()
+        new, event = rng.choice([versions.promote, versions.drain, versions.drain])(before, f"v{number}")
+        assert await real.change(before.epoch, new, event)
+        assert await model.change(before.epoch, new, event)
+        assert _timeless(await real.read()) == _timeless(await model.read()), number
+    await registry.close()
+    await real.close()
+    assert versions.MAX_DECIDED < len(model.state.decided) <= versions.MAX_DECIDED + 3
 
 
 async def _same_change(

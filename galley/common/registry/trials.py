@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, cast, get_args
 
 from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, RedisCalls, script_of
-from galley.common.registry.leases import DEFAULT_POOL
+from galley.common.registry.leases import DEFAULT_POOL, DRAFT_POOL, ReplicaRegistry
 from galley.core.errors import Broken, StoreUnavailable
 from galley.core.versions import state as versions
 from galley.core.versions.counts import FIELDS, FLOATS, VersionCounts
@@ -80,6 +80,7 @@ class DraftVersions:
         call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
     ) -> None:
         self._calls = RedisCalls(url, call_timeout_s=call_timeout_s, max_connections=1)
+        self._registry = ReplicaRegistry(url, pool_name, call_timeout_s=call_timeout_s)
         self._call_ms = int(call_timeout_s * 1000)
         self._key = f"galley:drafts:{{{pool_name}}}"
 
@@ -92,8 +93,12 @@ class DraftVersions:
 
         Without a reply, the call fails after `call_timeout_s` or later; from then on it changes nothing.
         A state that begins a trial resets the counts of both its versions, and of all that it does not name:
-        they are the stable ones once a drain in mid-trial leaves none by name.
+        they are the stable ones once a drain in mid-trial leaves none by name. Of more than `MAX_DECIDED`
+        decisions the earliest are left out (`forget_earliest`).
         """
+        if len(new.decided) > versions.MAX_DECIDED:
+            leases = await self._registry.read(DRAFT_POOL)
+            new = versions.forget_earliest(new, {lease.version for lease in leases})
         split = new.split
         resets = [self._counts_key(name) for name in {split.stable, split.canary, ""}]
         keys = (self._key, self._history_key, *(resets if new.trial == new.epoch else ()))
@@ -164,6 +169,7 @@ class DraftVersions:
         return await self._apply(partial(versions.roll_back, author=author, reason=reason))
 
     async def close(self) -> None:
+        await self._registry.close()
         await self._calls.close()
 
     async def _apply(self, action: Callable[[VersionState], Change]) -> VersionState:

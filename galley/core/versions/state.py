@@ -7,7 +7,7 @@ state in Redis changes by compare-and-set of its `epoch`, so that of several cal
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -17,7 +17,7 @@ from galley.core.versions.split import MAX_SHARE, Split, SplitBy
 NOT_TRIED = "loaded, not tried"
 """Reason to drain a version before its weights are loaded, so that it gets no sessions at once."""
 MAX_DECIDED = 64
-"""Versions whose decisions are kept, the latest ones. Older ones are forgotten, also if they are drained."""
+"""Versions whose decisions are kept, the latest ones; `forget_earliest` keeps some that are older."""
 
 MAX_REASON = 300
 """Most characters of a reason that a person gives."""
@@ -138,6 +138,18 @@ def restore(state: VersionState, *, author: str) -> Change:
     return state, VersionEvent("restore", "", author, "the store had lost the state")
 
 
+def forget_earliest(state: VersionState, registered: Collection[str]) -> VersionState:
+    """Forget the earliest decisions beyond `MAX_DECIDED`, but no drain of a version that is `registered`.
+
+    Without a registered version no drain is forgotten: the registry may have lost its replicas.
+    """
+    drained = state.split.drained
+    kept = drained.intersection(registered) if registered else drained
+    gone = set(list(state.decided)[:-MAX_DECIDED]) - kept
+    decided = {name: why for name, why in state.decided.items() if name not in gone}
+    return replace(state, decided=decided, split=replace(state.split, drained=drained - gone))
+
+
 def _end(state: VersionState, event: VersionEvent) -> Change:
     split, version = state.split, event.version
     split = replace(split, drained=split.drained | {version})
@@ -153,8 +165,6 @@ def _next(state: VersionState) -> VersionState:
 
 
 def _decide(state: VersionState, version: str, reason: str) -> VersionState:
-    """Note a decision as the latest; forget the oldest beyond the bound."""
+    """Note a decision as the latest."""
     decided = {name: why for name, why in state.decided.items() if name != version} | {version: reason}
-    kept = dict(list(decided.items())[-MAX_DECIDED:])
-    drained = state.split.drained & kept.keys()
-    return replace(state, decided=kept, split=replace(state.split, drained=frozenset(drained)))
+    return replace(state, decided=decided)

@@ -9,12 +9,14 @@ from dataclasses import replace
 
 import pytest
 
+from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry, draft_lease
 from galley.common.registry.trials import MAX_HISTORY, DraftVersions
 from galley.core.errors import Broken, StoreUnavailable
 from galley.core.versions import state as versions
 from galley.core.versions.counts import VersionCounts, session_counts
 from galley.core.versions.split import Split
 from galley.core.versions.state import VersionState
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.fakes.link import Link
 from tests.fakes.redis_clusters import Cluster
 from tests.fakes.redis_servers import VALKEY, Server, running
@@ -55,6 +57,21 @@ async def test_a_state_is_read_as_it_was_written(drafts: DraftVersions) -> None:
     assert state == replace(written, since_ms=state.since_ms)
     assert state.split == Split("old", "new", 0.123, "tenant", frozenset({"bad"}))
     assert state.decided == {"old": "promoted", "bad": "wrong, and 'odd'\n"}
+
+
+async def test_the_drain_of_a_version_that_is_registered_is_not_forgotten(
+    drafts: DraftVersions, server: Server | Cluster
+) -> None:
+    registry = ReplicaRegistry(server.url, lease_s=3600, call_timeout_s=5)
+    info = pb.GetDraftInfoResponse(incarnation="i", version="v1")
+    await registry.publish(DRAFT_POOL, draft_lease("a:1", info))
+    await registry.close()
+    for number in range(versions.MAX_DECIDED + 3):
+        await drafts.drain(f"v{number}")
+
+    state = await drafts.read()
+    assert list(state.decided) == ["v1", *(f"v{number}" for number in range(3, versions.MAX_DECIDED + 3))]
+    assert state.split.drained == state.decided.keys()
 
 
 async def test_other_changes_leave_the_time_at_which_the_trial_began(drafts: DraftVersions) -> None:

@@ -10,6 +10,7 @@ from galley.core.versions.state import (
     VersionState,
     check_version,
     drain,
+    forget_earliest,
     promote,
     replace_trial,
     roll_back,
@@ -105,13 +106,38 @@ def test_a_drained_stable_version_leaves_the_sessions_to_any_other() -> None:
     assert promote(state, "old")[0].split == Split(stable="old")
 
 
-def test_the_oldest_decisions_are_forgotten() -> None:
+def _drained(number: int) -> VersionState:
     state = VersionState()
-    for number in range(MAX_DECIDED + 3):
-        state, _ = drain(state, f"v{number}")
+    for index in range(number):
+        state, _ = drain(state, f"v{index}")
+    return state
+
+
+def test_the_earliest_decisions_are_forgotten() -> None:
+    state = forget_earliest(_drained(MAX_DECIDED + 3), {"other"})
 
     assert list(state.decided) == [f"v{number}" for number in range(3, MAX_DECIDED + 3)]
     assert state.split.drained == state.decided.keys()
+
+
+def test_a_drained_version_that_is_registered_is_not_forgotten() -> None:
+    """It would get sessions again: without a stable version by name, all do that are not drained."""
+    state = forget_earliest(_drained(MAX_DECIDED + 3), {"v1", "other"})
+
+    assert list(state.decided) == ["v1", *(f"v{number}" for number in range(3, MAX_DECIDED + 3))]
+    assert state.split.arm_of("v1") == "drained"
+    assert state.split.arm_of("v0") == "stable"
+
+
+def test_without_registered_versions_no_drain_is_forgotten() -> None:
+    """The registry may have lost them, or drafts may be at addresses that are given to gateways."""
+    before, _ = promote(VersionState(), "early")
+    for number in range(MAX_DECIDED + 3):
+        before, _ = drain(before, f"v{number}")
+    state = forget_earliest(before, ())
+
+    assert before.decided.keys() - state.decided.keys() == {"early"}
+    assert state.split == before.split
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a/b", "ä", "x" * 65, "a\n"])
