@@ -39,6 +39,8 @@ from services.gateway.telemetry.version_metrics import VersionMetrics
 from services.gateway.versions.tally import SessionTally
 
 READ_S = 1.0
+EMPTY_READS = 3
+"""Reads without a state before a setting begins a trial; gateways that know a lost one give it back first."""
 
 _RULE, _SETTING, _GATEWAY = "rule", "draft_split", "gateway"
 
@@ -77,6 +79,7 @@ class VersionKeeper:
         self._store = store
         self._drafts = drafts
         self._own_trial = trial
+        self._empty_reads = 0
         self._earlier_trial: int | None = None
         """The trial that the own one replaces; 0 for none, None until the store was read."""
         self._metrics = metrics
@@ -178,6 +181,9 @@ class VersionKeeper:
             return None
         version, share = self._own_trial
         state, split = self.state, self.state.split
+        if not state.epoch and self._empty_reads < EMPTY_READS:
+            self._empty_reads += 1
+            return None
         if self._earlier_trial is None:
             # A trial that begins later may be that of a newer setting than this gateway's.
             self._earlier_trial = state.trial if split.canary and state.author == _SETTING else 0

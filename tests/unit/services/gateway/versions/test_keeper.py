@@ -24,7 +24,7 @@ from services.gateway.replicas.draft_session import DraftSession
 from services.gateway.replicas.drafts import DraftPool
 from services.gateway.replicas.membership import StaticAddresses
 from services.gateway.telemetry.version_metrics import VersionMetrics
-from services.gateway.versions.keeper import VersionKeeper
+from services.gateway.versions.keeper import EMPTY_READS, VersionKeeper
 from services.gateway.versions.tally import SessionTally
 from tests.fakes.readings import number
 from tests.fakes.session_ports import SPEC
@@ -306,16 +306,40 @@ async def test_a_decision_loses_against_a_change_by_people() -> None:
     assert keeper.state.split == Split(drained=frozenset({"new"}))
 
 
+async def _trying(store: MemoryVersions, setting: tuple[str, float], number: int = 1) -> list[VersionKeeper]:
+    """Return gateways that have followed the store long enough to begin the trial of their setting."""
+    keepers = [VersionKeeper(store, ServedDrafts(), setting) for _ in range(number)]
+    for _ in range(EMPTY_READS + 2):
+        await asyncio.gather(*(keeper.turn() for keeper in keepers))
+    return keepers
+
+
 async def test_a_setting_begins_one_trial(store: MemoryVersions) -> None:
-    keepers = [VersionKeeper(store, ServedDrafts(), ("new", 0.05)) for _ in range(3)]
-    await asyncio.gather(*(keeper.turn() for keeper in keepers))
-    for keeper in keepers:
-        await keeper.turn()
+    keepers = await _trying(store, ("new", 0.05), 3)
 
     assert [(event.kind, event.version, event.author) for event in store.events] == [
         ("try", "new", "draft_split")
     ]
     assert all(keeper.state.split == Split(canary="new", share=0.05) for keeper in keepers)
+
+
+async def test_a_setting_begins_no_trial_before_a_lost_state_could_be_given_back(
+    store: MemoryVersions,
+) -> None:
+    """It would be the later state, by which the decisions of the earlier one are lost."""
+    running = VersionKeeper(store, ServedDrafts())
+    await store.change(0, *versions.drain(store.state, "bad", reason="worse"))
+    await running.turn()
+    store.state, store.events = VersionState(), []
+    starting = VersionKeeper(store, ServedDrafts(), ("new", 0.05))
+    for _ in range(2):
+        await starting.turn()
+    await running.turn()
+    for _ in range(2):
+        await starting.turn()
+
+    assert [event.kind for event in store.events] == ["restore", "try"]
+    assert store.state.split == Split(canary="new", share=0.05, drained=frozenset({"bad"}))
 
 
 async def test_a_setting_begins_no_trial_of_a_version_that_was_decided(store: MemoryVersions) -> None:
@@ -346,9 +370,7 @@ async def test_a_setting_waits_for_the_end_of_a_trial_that_another_began(store: 
 
 async def test_a_setting_replaces_the_trial_of_an_earlier_one(store: MemoryVersions) -> None:
     """In a roll-out, gateways of both settings run, and those of the earlier one may start again."""
-    earlier = [VersionKeeper(store, ServedDrafts(), ("new", 0.05)) for _ in range(2)]
-    for keeper in earlier:
-        await keeper.turn()
+    earlier = await _trying(store, ("new", 0.05), 2)
     later = [VersionKeeper(store, ServedDrafts(), ("newer", 0.2)) for _ in range(2)]
     await asyncio.gather(*(keeper.turn() for keeper in later))
     restarted = VersionKeeper(store, ServedDrafts(), ("new", 0.05))
@@ -379,7 +401,7 @@ async def test_a_setting_replaces_no_trial_that_began_after_the_gateway(store: M
 
 
 async def test_a_setting_replaces_no_trial_that_was_begun_anew_by_hand(store: MemoryVersions) -> None:
-    await VersionKeeper(store, ServedDrafts(), ("new", 0.05)).turn()
+    await _trying(store, ("new", 0.05))
     await _begin(store)
     keeper = VersionKeeper(store, ServedDrafts(), ("newer", 0.2))
     for _ in range(2):
