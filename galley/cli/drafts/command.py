@@ -195,7 +195,8 @@ def _load(
         typer.Option(
             metavar="HOST:PORT",
             help="Replica to load it into; repeatable. Default: the registered ones that accept loads and "
-            "get no sessions, else one of several with the stable version.",
+            "get no sessions, else one of several with the stable version; none whose version was loaded "
+            "and not tried yet.",
         ),
     ] = None,
     version: Annotated[

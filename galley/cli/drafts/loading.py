@@ -11,10 +11,11 @@ import typer
 from galley.cli.drafts.flags import Deployment
 from galley.cli.flags import say
 from galley.common.printable import one_line, printable
-from galley.core.versions.state import NOT_TRIED, check_version
+from galley.core.versions.state import NOT_TRIED, VersionState, check_version
 
 if TYPE_CHECKING:
     from galley.common.tls.channels import ChannelTls
+    from galley.core.routing.choice import DraftLease
 
 
 async def load(
@@ -33,29 +34,47 @@ async def load(
     """
     from galley.common.draft_loading import draft_version  # noqa: PLC0415
     from galley.common.registry.leases import DRAFT_POOL  # noqa: PLC0415
-    from galley.core.routing.loading import is_in_use, replicas_for_load  # noqa: PLC0415
+    from galley.core.routing.loading import is_in_use  # noqa: PLC0415
 
     digest = await asyncio.to_thread(draft_version, directory)
     name = check_version(version) if version else digest
     state, leases = await deployment.versions.read(), await deployment.registry.read(DRAFT_POOL)
-    if not replicas and not leases:
-        raise ValueError(
-            f"no draft is registered in the pool {deployment.pool}; drafts of `galley up` register with "
-            "--drafts 2 --max-load-mib 64; or name replicas with --replica"
-        )
     if not replicas:
-        replicas = [lease.address for lease in replicas_for_load(leases, state.split, name)]
-    if not replicas:
-        raise ValueError(
-            f"no replica of the pool {deployment.pool} can take {name}: it must be registered, accept loads "
-            "(--max-load-mib), serve another version, and be neither of the version on trial nor the only "
-            "one of the stable version; name replicas with --replica"
-        )
+        replicas = _fitting(leases, state, name, deployment.pool)
     # Without a stable version all are that are not drained: the replica would get sessions at once.
     if name not in state.split.drained and not is_in_use(leases, state.split, name):
         await deployment.versions.drain(name, author=author, reason=NOT_TRIED)
     loaded = [await _load_one(each, directory, name, tls, timeout_s) for each in replicas]
     return all(loaded)
+
+
+def _fitting(leases: list[DraftLease], state: VersionState, version: str, pool: str) -> list[str]:
+    """Return the addresses of the replicas that fit. Raise ValueError if there is none.
+
+    A replica whose version was loaded and not tried is left to whoever loaded it.
+    """
+    from galley.core.routing.loading import replicas_for_load  # noqa: PLC0415
+
+    if not leases:
+        raise ValueError(
+            f"no draft is registered in the pool {pool}; drafts of `galley up` register with "
+            "--drafts 2 --max-load-mib 64; or name replicas with --replica"
+        )
+    untried = {lease.version for lease in leases if state.decided.get(lease.version) == NOT_TRIED}
+    others = [lease for lease in leases if lease.version not in untried]
+    if found := replicas_for_load(others, state.split, version):
+        return [lease.address for lease in found]
+    if kept := replicas_for_load(leases, state.split, version):
+        names = ", ".join(sorted({lease.version for lease in kept}))
+        raise ValueError(
+            f"{names} was loaded and not tried yet: `galley drafts try` or `drain` it, or name its replica "
+            "with --replica"
+        )
+    raise ValueError(
+        f"no replica of the pool {pool} can take {version}: it must be registered, accept loads "
+        "(--max-load-mib), serve another version, and be neither of the version on trial nor the only "
+        "one of the stable version; name replicas with --replica"
+    )
 
 
 async def _load_one(

@@ -18,6 +18,7 @@ from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry, draft_lea
 from galley.common.registry.spool import LearningSpool
 from galley.common.registry.trials import DraftVersions
 from galley.core.versions.counts import VersionCounts, session_counts
+from galley.core.versions.state import NOT_TRIED
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.fakes.redis_servers import VALKEY, Server, running
 from tests.fakes.replicas import FakeDraft
@@ -304,6 +305,31 @@ async def test_what_is_loaded_gets_no_sessions_until_it_is_tried(
     assert state.decided == {"v2": "loaded, not tried"}
     assert (await galley(server, "try", "v2")).exit_code == 0
     assert (await versions.read()).split.drained == set()
+
+
+async def test_a_replica_whose_version_was_loaded_and_not_tried_is_left_alone(
+    server: Server, versions: DraftVersions, replicas: dict[str, LoadedDraft], directory: Path
+) -> None:
+    await register(server, *((replicas[name].address, "v1", 0) for name in "ab"))
+    await versions.drain("bad", reason=NOT_TRIED)
+    refused = await galley(server, "load", str(directory), "--version", "v2")
+    assert refused.exit_code == 1
+    assert refused.stderr == (
+        "error: bad was loaded and not tried yet: `galley drafts try` or `drain` it, or name its replica "
+        "with --replica\n"
+    )
+    assert {name: each.version for name, each in replicas.items()} == {"a": "v1", "b": "v1", "c": "bad"}
+
+
+async def test_a_replica_whose_version_was_drained_by_a_person_is_loaded(
+    server: Server, versions: DraftVersions, replicas: dict[str, LoadedDraft], directory: Path
+) -> None:
+    await versions.drain("bad", reason=NOT_TRIED)
+    assert (await galley(server, "load", str(directory), "--version", "v2")).exit_code == 0
+    assert {name: each.version for name, each in replicas.items()} == {"a": "v1", "b": "v2", "c": "bad"}
+    assert (await galley(server, "drain", "bad")).exit_code == 0
+    assert (await galley(server, "load", str(directory), "--version", "v3")).exit_code == 0
+    assert {name: each.version for name, each in replicas.items()} == {"a": "v1", "b": "v2", "c": "v3"}
 
 
 async def test_a_load_of_a_version_that_gets_sessions_does_not_drain_it(
