@@ -61,6 +61,7 @@ def load_strategies(
         raise UnsupportedModel(
             f"--default-strategy: must be one of {', '.join(sorted(offered))} with this draft, got {default}"
         )
+    digest = draft_version(model.info.directory) if model else ""
     info = pb.GetDraftInfoResponse(
         model=model.info.name if model else "",
         tokenizer_hash=_tokenizer_hash(settings, model),
@@ -71,8 +72,9 @@ def load_strategies(
         host=this_host(settings.thread_count, settings.device),
         feature_layers=features.layers if features else (),
         feature_size=features.size if features else 0,
-        version=settings.version or (draft_version(model.info.directory) if model else ""),
+        version=settings.version or digest,
         max_load_bytes=settings.max_load_bytes,
+        weights_digest=digest,
     )
     return offered, info
 

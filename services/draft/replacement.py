@@ -94,14 +94,15 @@ class DraftReplacement:
             try:
                 async with scratch_directory() as directory:
                     most = self._info.max_load_bytes
-                    version = await receive_draft(first, requests, accept, directory, most)
+                    digest = await receive_draft(first, requests, accept, directory, most)
                     strategies = await self._loaded(directory)
             except OSError as error:
                 raise Unavailable(
                     f"the files of the draft cannot be kept: {error.strerror or error}"
                 ) from error
             self._loop.exchange(strategies)
-            previous, self._info.version = self._info.version, version
+            version = first.draft.version or digest
+            previous, self._info.version, self._info.weights_digest = self._info.version, version, digest
         _LOG.info("draft weights replaced", version=version, previous=previous)
         return version
 

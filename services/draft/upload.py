@@ -45,7 +45,7 @@ async def receive_draft(
     directory: Path,
     max_bytes: int,
 ) -> str:
-    """Write the files that `first` describes, at most `max_bytes`, into `directory`; return their version.
+    """Write the files that `first` describes, at most `max_bytes`, into `directory`; return their digest.
 
     Call `accept` once the description is checked. What follows is read to its end, or as far as it was
     announced, also if it is refused: a caller that is still writing would not get the reason. Raise
@@ -63,7 +63,7 @@ async def receive_draft(
                 raise
     except TimeoutError:
         raise DeadlinePassed("the draft did not arrive in time") from None
-    return draft.version or version_of((file.name, file.digest) for file in draft.files)
+    return version_of((file.name, file.digest) for file in draft.files)
 
 
 def _checked(first: pb.LoadDraftRequest, max_bytes: int) -> pb.DraftFiles:

@@ -86,6 +86,8 @@ def _list(store: Store, *, as_json: AsJson = False) -> None:
         console.print(report.trial_line(ongoing), soft_wrap=True, markup=False)
     for line in report.replica_lines(found):
         console.print(line, soft_wrap=True, markup=False)
+    for line in report.warnings(found):
+        say(line)
 
 
 async def _read(deployment: Deployment) -> tuple[list[report.Row], dict[str, Any] | None]:

@@ -34,11 +34,16 @@ async def load(
     """
     from galley.common.draft_loading import draft_version  # noqa: PLC0415
     from galley.common.registry.leases import DRAFT_POOL  # noqa: PLC0415
-    from galley.core.routing.loading import is_in_use  # noqa: PLC0415
+    from galley.core.routing.loading import is_in_use, serving_others  # noqa: PLC0415
 
     digest = await asyncio.to_thread(draft_version, directory)
     name = check_version(version) if version else digest
     state, leases = await deployment.versions.read(), await deployment.registry.read(DRAFT_POOL)
+    if other := serving_others(leases, name, digest, replicas):
+        raise ValueError(
+            f"--version: must be another than {name}, by which {other.address} serves the weights "
+            f"{other.weights_digest}; those of {directory} are {digest}"
+        )
     if not replicas:
         replicas = _fitting(leases, state, name, deployment.pool)
     # Without a stable version all are that are not drained: the replica would get sessions at once.

@@ -129,7 +129,20 @@ def replica_lines(found: Sequence[Row]) -> Iterator[str]:
             facts += ["takes loads"] if lease.max_load_bytes else []
             facts += ["draining"] if lease.draining else []
             version = one_line(lease.version) or "no weights"
+            if lease.weights_digest not in {"", lease.version}:
+                version += f" ({one_line(lease.weights_digest)})"
             yield f"{one_line(lease.address)}: {version}, {', '.join(facts)}"
+
+
+def warnings(found: Sequence[Row]) -> Iterator[str]:
+    for row in found:
+        digests = sorted({lease.weights_digest for lease in row.replicas} - {""})
+        if len(digests) > 1:
+            named = ", ".join(map(one_line, digests))
+            yield (
+                f"warning: replicas of {one_line(row.version)} serve different weights ({named}); give each "
+                "draft a version of its own"
+            )
 
 
 def trial_line(found: Mapping[str, Any]) -> str:
@@ -165,6 +178,7 @@ def _replica(lease: DraftLease) -> dict[str, Any]:
         "queue_depth": lease.queue_depth,
         "draining": lease.draining,
         "max_load_bytes": lease.max_load_bytes,
+        "weights_digest": lease.weights_digest,
     }
 
 

@@ -83,6 +83,7 @@ class DraftLease(ReplicaLease):
     """A draft's lease; `model` may be empty. `sessions` counts those of the last seconds.
 
     `version` names its weights, by which sessions are split (`galley.core.versions.split`); empty: none.
+    `weights_digest` is that of the weights, in hex digits; empty: unknown, or none.
     """
 
     strategies: tuple[str, ...] = ()
@@ -90,6 +91,7 @@ class DraftLease(ReplicaLease):
     sessions: int = 0
     version: str = ""
     max_load_bytes: int = 0
+    weights_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from galley.core.routing.choice import DraftLease
 from galley.core.versions.split import Split
@@ -22,6 +22,25 @@ def replicas_for_load(leases: Iterable[DraftLease], split: Split, version: str) 
     stable = [lease for lease in serving if _is_stable(lease.version, split)]
     last = [lease for lease in taking if lease in stable][-1:]
     return last if len(stable) > 1 else []
+
+
+def serving_others(
+    leases: Iterable[DraftLease], version: str, digest: str, addresses: Collection[str] = ()
+) -> DraftLease | None:
+    """Return a replica that serves other weights than those of `digest` as `version`; None: none is known.
+
+    Those at `addresses` are left out.
+    """
+    return next(
+        (
+            lease
+            for lease in leases
+            if lease.version == version
+            and lease.weights_digest not in {"", digest}
+            and lease.address not in addresses
+        ),
+        None,
+    )
 
 
 def is_in_use(leases: Iterable[DraftLease], split: Split, version: str) -> bool:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import grpc
 
-from galley.common.draft_loading import send_draft
+from galley.common.draft_loading import draft_version, send_draft
 from galley.common.logs import get_logger
 from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry
 from galley.common.registry.trials import DraftVersions
 from galley.core.errors import UnsupportedModel
 from galley.core.routing.choice import DraftLease
-from galley.core.routing.loading import replicas_for_load
+from galley.core.routing.loading import replicas_for_load, serving_others
 from galley.core.versions.state import NOT_TRIED, VersionState, roll_back
 
 AUTHOR = "learning"
@@ -117,7 +117,15 @@ class Canaries:
                 _log.warning("draft of the trial not loaded", version=lost[0], reason=problem)
             return
         ours = [lease for lease in leases if is_ours(lease.version)]
-        for lease in replicas_for_load(ours, state.split, version):
+        taking = replicas_for_load(ours, state.split, version)
+        if not taking:
+            return
+        digest = await asyncio.to_thread(draft_version, folder)
+        if other := serving_others(leases, version, digest):
+            reason = f"{other.address} serves other weights by this version ({other.weights_digest})"
+            _log.warning("draft not loaded", folder=str(folder), version=version, reason=reason)
+            return
+        for lease in taking:
             await self._reload(lease.address, folder, version)
 
     async def _reload(self, address: str, folder: Path, version: str) -> None:

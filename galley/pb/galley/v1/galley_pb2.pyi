@@ -1993,6 +1993,7 @@ class GetDraftInfoResponse(_message.Message):
     FEATURE_SIZE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     MAX_LOAD_BYTES_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     tokenizer_hash: _builtins.str
     default_strategy: _builtins.str
@@ -2006,6 +2007,10 @@ class GetDraftInfoResponse(_message.Message):
     """
     max_load_bytes: _builtins.int
     """Largest draft that LoadDraft accepts, in bytes. 0: it accepts none."""
+    weights_digest: _builtins.str
+    """The first 16 hex digits of the digest of its weights, whatever the version's name. Empty: it has no weights, or is of a
+    release without this field.
+    """
     @_builtins.property
     def strategies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -2029,10 +2034,11 @@ class GetDraftInfoResponse(_message.Message):
         feature_size: _builtins.int = ...,
         version: _builtins.str = ...,
         max_load_bytes: _builtins.int = ...,
+        weights_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_strategy", b"default_strategy", "feature_layers", b"feature_layers", "feature_size", b"feature_size", "host", b"host", "incarnation", b"incarnation", "max_draft_tokens", b"max_draft_tokens", "max_load_bytes", b"max_load_bytes", "model", b"model", "strategies", b"strategies", "tokenizer_hash", b"tokenizer_hash", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_strategy", b"default_strategy", "feature_layers", b"feature_layers", "feature_size", b"feature_size", "host", b"host", "incarnation", b"incarnation", "max_draft_tokens", b"max_draft_tokens", "max_load_bytes", b"max_load_bytes", "model", b"model", "strategies", b"strategies", "tokenizer_hash", b"tokenizer_hash", "version", b"version", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -53,11 +53,13 @@ async def galley(server: Server, *args: str, **env: str) -> Result:
     return await asyncio.to_thread(CliRunner().invoke, app, ["drafts", *args], env={**plain, **store, **env})
 
 
-async def register(server: Server, *drafts: tuple[str, str, int]) -> None:
-    """Register drafts by address, version and most bytes of a load."""
+async def register(server: Server, *drafts: tuple[str, str, int], digest: str = "") -> None:
+    """Register drafts by address, version and most bytes of a load, all with weights of one digest."""
     registry = ReplicaRegistry(server.url, POOL, lease_s=HOUR_S)
     for address, version, most in drafts:
-        info = pb.GetDraftInfoResponse(model="m", incarnation="i", version=version, max_load_bytes=most)
+        info = pb.GetDraftInfoResponse(
+            model="m", incarnation="i", version=version, max_load_bytes=most, weights_digest=digest
+        )
         await registry.publish(DRAFT_POOL, draft_lease(address, info, sessions=3))
     await registry.close()
 
@@ -122,6 +124,25 @@ async def test_the_list_compares_the_versions_of_a_trial(server: Server, version
     assert "keep (6 of 8 sessions in the smaller arm)" in text
     assert "0.610 ± 0.0" in text
     assert "c:1: v2, 3 sessions, queue 0, takes loads" in text
+
+
+async def test_the_list_shows_replicas_whose_version_names_different_weights(server: Server) -> None:
+    await register(server, ("a:1", "v1", 0), ("b:1", "ab12", 0), digest="ab12")
+    await register(server, ("c:1", "v1", 0))
+    same = await galley(server, "list")
+    assert "a:1: v1 (ab12), 3 sessions" in same.stdout
+    assert "b:1: ab12, 3 sessions" in same.stdout
+    assert "c:1: v1, 3 sessions" in same.stdout
+    assert not same.stderr
+    await register(server, ("d:1", "v1", 0), digest="cd34")
+    different = await galley(server, "list")
+    assert different.stderr == (
+        "warning: replicas of v1 serve different weights (ab12, cd34); give each draft a version of its own\n"
+    )
+    replicas = next(row for row in (await list_json(server))["versions"] if row["version"] == "v1")[
+        "replicas"
+    ]
+    assert [each["weights_digest"] for each in replicas] == ["ab12", "", "cd34"]
 
 
 async def test_a_version_is_promoted_and_another_drained(server: Server, versions: DraftVersions) -> None:
@@ -340,6 +361,24 @@ async def test_a_load_of_a_version_that_gets_sessions_does_not_drain_it(
     assert (await galley(server, "load", str(directory), "--version", "v1")).exit_code == 0
     assert {each.version for each in replicas.values()} == {"v1"}
     assert (await versions.read()).split.drained == {"bad"}
+
+
+async def test_a_name_that_another_replica_serves_with_other_weights_is_refused(
+    server: Server, versions: DraftVersions, replicas: dict[str, LoadedDraft], directory: Path
+) -> None:
+    """What was decided of the version holds for the weights that bore its name."""
+    await register(server, ("d:1", "v2", 0), digest="0123456789abcdef")
+    await versions.promote("v2")
+    refused = await galley(server, "load", str(directory), "--version", "v2")
+    assert refused.exit_code == 1
+    assert refused.stderr == (
+        f"error: --version: must be another than v2, by which d:1 serves the weights 0123456789abcdef; those "
+        f"of {directory} are {draft_version(directory)}\n"
+    )
+    assert {each.version for each in replicas.values()} == {"v1", "bad"}
+    await register(server, ("d:1", "v2", 0), digest=draft_version(directory))
+    assert (await galley(server, "load", str(directory), "--version", "v2")).exit_code == 0
+    assert {each.version for each in replicas.values()} == {"v2"}
 
 
 async def test_after_a_promotion_the_others_are_loaded_with_the_same_version(

@@ -101,6 +101,10 @@ async def test_a_trained_draft_is_loaded_tried_and_promoted(
     assert "1 of 2 draft replicas serve it" in promoted.stderr
     assert (await galley(server, "load", str(new), "--version", "v2", files=files)).exit_code == 0
     await leases_show(server, {first: "v2", last: "v2"})
+    other = await galley(server, "load", str(old), "--version", "v2", "--replica", last, files=files)
+    assert (
+        f"must be another than v2, by which {first} serves the weights {draft_version(new)}" in other.stderr
+    )
     events = json.loads((await galley(server, "history", "--json")).stdout)
     assert [event["kind"] for event in events] == ["promote", "try", "drain"]
 

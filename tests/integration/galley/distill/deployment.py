@@ -36,6 +36,7 @@ _WORDS, _NOISE = 30, 0.15
 class LoadableDraft(rpc.DraftServicer):
     def __init__(self, version: str, directory: Path) -> None:
         self.version = version
+        self.weights_digest = ""
         self.directory = directory
         self.loads: list[str] = []
         self.refusal = ""
@@ -89,6 +90,7 @@ class Deployment:
         for draft in self.drafts:
             info = pb.GetDraftInfoResponse(
                 version=draft.version,
+                weights_digest=draft.weights_digest,
                 max_load_bytes=1 << 30 if draft.is_loadable else 0,
                 incarnation="life",
                 strategies=["model"],

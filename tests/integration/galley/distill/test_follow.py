@@ -384,6 +384,25 @@ async def test_replicas_with_a_draft_that_is_not_kept_any_more_get_the_stable_on
         assert [draft.version for draft in deployed.drafts] == [stable, stable]
 
 
+async def test_a_start_that_is_not_the_draft_of_its_name_is_not_loaded_by_it(
+    server: Server, options: FollowOptions, tmp_path: Path
+) -> None:
+    """Otherwise replicas of the stable version would serve different weights."""
+    await server.command("FLUSHALL")
+    named = replace(options, start_version="v1")
+    Journal(options.work).append({"cycle": 1, "version": "learned", "inputs": {"train": []}})
+    async with deployment(server, named, ["v1", "learned"], tmp_path) as deployed:
+        await deployed.versions.promote("v1", author="a person")
+        deployed.drafts[0].weights_digest = "0123456789abcdef"
+        with capture_logs() as logs:
+            await deployed.cycle()
+        assert not deployed.drafts[1].loads
+        assert any("(0123456789abcdef)" in line.get("reason", "") for line in logs)
+        deployed.drafts[0].weights_digest = draft_version(options.start)
+        await deployed.cycle()
+        assert deployed.drafts[1].loads == ["v1"]
+
+
 async def test_replicas_with_another_name_than_that_of_the_start_are_left_alone(
     server: Server, options: FollowOptions, tmp_path: Path
 ) -> None:

@@ -97,6 +97,9 @@ class Served:
     async def version(self) -> str:
         return (await self.stub.GetDraftInfo(pb.GetDraftInfoRequest())).version
 
+    async def weights_digest(self) -> str:
+        return (await self.stub.GetDraftInfo(pb.GetDraftInfoRequest())).weights_digest
+
     async def proposed(self, tokens: list[int], session_id: str, start: int = 0) -> list[list[int]]:
         """Return the proposals of each kind, each for a session and a tenant of its own."""
         found = []
@@ -135,16 +138,24 @@ async def test_new_weights_serve_and_read_nothing_of_the_old(target: Path, old: 
     async with served(target, old) as draft:
         first = await draft.proposed(PROMPT, "s")
         before = await draft.stub.GetDraftInfo(pb.GetDraftInfoRequest())
-        assert before.version == draft_version(old)
+        assert before.version == before.weights_digest == draft_version(old)
         assert before.max_load_bytes == MIB
         assert await send_draft(draft.channel, new) == draft_version(new)
         after = await draft.stub.GetDraftInfo(pb.GetDraftInfoRequest())
         assert await draft.proposed(longer, "s", start=len(PROMPT)) == expected != first
         assert await draft.proposed(longer, "new") == expected
-        before.version = after.version
+        before.version = before.weights_digest = after.version
         assert after == before
         assert await send_draft(draft.channel, old, "back") == "back" == await draft.version()
+        assert await draft.weights_digest() == draft_version(old)
         assert await draft.proposed(PROMPT, "again") == first
+
+
+async def test_weights_with_a_name_have_their_digest_too(target: Path, old: Path, new: Path) -> None:
+    async with served(target, old, version="v1") as draft:
+        assert (await draft.version(), await draft.weights_digest()) == ("v1", draft_version(old))
+        assert await send_draft(draft.channel, new, "v2") == "v2"
+        assert await draft.weights_digest() == draft_version(new)
 
 
 async def test_lookups_are_kept(target: Path, old: Path, new: Path) -> None:
