@@ -21,6 +21,7 @@ from galley.core.errors import UnsupportedModel
 ALPHAS = (0.5, 0.7, 0.9)
 NUMBER_BYTES: Mapping[NumberFormat, int] = {"float32": 4, "bfloat16": 2}
 _STORED_BYTES = {"I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1}
+_READ = ("*.safetensors", "config.json", "tokenizer.json", "training.json")
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 # The bound of the format itself.
 _MAX_HEADER_BYTES = 100_000_000
@@ -97,7 +98,7 @@ def read_model(name: str, directory: Path, tensors: Iterable[Tensor] | None = No
 
     Raises UnsupportedModel for files that cannot be read.
     """
-    if (reason := foreign_file(directory, ("*.safetensors", "config.json", "tokenizer.json"))) is not None:
+    if (reason := foreign_file(directory, _READ)) is not None:
         raise UnsupportedModel(reason)
     path = directory / "config.json"
     try:

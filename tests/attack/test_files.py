@@ -16,6 +16,7 @@ import pytest
 from galley.common.models.files import CONFIGS
 from galley.common.server.server import Parts, start_server
 from galley.common.tls.files import CHECK_INTERVAL_S
+from galley.plan.pair import read_model
 from services.draft.__main__ import build as build_draft
 from services.draft.settings import DraftSettings
 from services.gateway.service import prepare
@@ -159,6 +160,17 @@ def test_a_draft_waits_for_no_fifo(files: dict[str, str], fifo: Path, name: str)
 def test_a_draft_waits_for_no_fifo_beside_its_tokenizer(tmp_path: Path, name: str) -> None:
     fifo = fifo_among(tmp_path / "fifos", name)
     error = outcome(lambda: start_draft({"tokenizer": str(fifo.parent)}), lambda: write_into(fifo))
+    assert f"{fifo}: must be a file" in error
+
+
+@pytest.mark.parametrize("name", ["config.json", "training.json"])
+def test_a_plan_waits_for_no_fifo_of_a_model(tmp_path: Path, name: str) -> None:
+    fifo = fifo_among(tmp_path / "fifos", name)
+
+    async def read() -> None:
+        read_model("m", fifo.parent, [])
+
+    error = outcome(read, lambda: write_into(fifo))
     assert f"{fifo}: must be a file" in error
 
 
