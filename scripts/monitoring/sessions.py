@@ -248,6 +248,13 @@ SESSIONS = Dashboard(
                     unit="percentunit",
                 ),
                 Panel(
+                    "Skipped audits",
+                    "Drawn sessions in the last hour that were not audited, or not to their end, by reason.",
+                    (Query(increase(of.AUDIT_SKIPPED, "1h", "reason"), "{{reason}}"),),
+                    unit="suffix: sessions",
+                    stacked=True,
+                ),
+                Panel(
                     "Sessions that wait for an audit",
                     "Finished sessions that wait until their target is idle, by gateway.",
                     (Query(gauge(of.AUDIT_WAITING, "instance"), "{{instance}}"),),

@@ -299,7 +299,8 @@ def _auditor(
     metrics: AuditMetrics | None,
 ) -> Auditor:
     records = AuditRecords(settings.redis_url.get_secret_value(), settings.pool)
-    tools = AuditTools(targets, store, records, _CLOCK, int(tuning.verify_timeout_s * SECOND), metrics)
+    verify_ns, kept_ns = int(tuning.verify_timeout_s * SECOND), int(settings.finished_ttl_s * SECOND)
+    tools = AuditTools(targets, store, records, _CLOCK, verify_ns, kept_ns, metrics)
     return Auditor(tools, settings.audit_ratio)
 
 

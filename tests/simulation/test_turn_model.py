@@ -28,11 +28,11 @@ class _Turns(Turns):
 
 
 class _Gateway:
-    """The records of a gateway, and its nonce in the model."""
+    """The records of a gateway, and its nonce for each address in the model."""
 
     def __init__(self, server: Server) -> None:
         self.real = AuditRecords(server.url, _POOL, call_timeout_s=20)
-        self.nonce = object()
+        self.nonces = {address: object() for address in _ADDRESSES}
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +50,17 @@ async def test_random_turns_match_the_scripts(server: Server) -> None:
             gateway, address = rng.choice(gateways), rng.choice(_ADDRESSES)
             match rng.choice(["begin", "begin", "begin", "end", "step"]):
                 case "begin":
-                    due_ms = model.begin(address, gateway.nonce)
+                    waits_ms = await gateway.real.wait_ms(address)
+                    assert abs(waits_ms - model.wait_ms(address)) < _SLACK_MS, (seed, number)
+                    due_ms = model.begin(address, gateway.nonces[address])
                     wait_ms = await gateway.real.begin_turn(address)
                     assert (wait_ms > 0) == (due_ms > 0), (seed, number)
                     assert abs(wait_ms - due_ms) < _SLACK_MS, (seed, number)
                     begun.add(due_ms == 0)
                 case "end":
                     compute_ns = rng.choice(_COMPUTE_NS)
-                    model.end(address, gateway.nonce, compute_ns)
-                    gateway.nonce = object()
+                    model.end(address, gateway.nonces[address], compute_ns)
+                    gateway.nonces[address] = object()
                     await gateway.real.end_turn(address, compute_ns)
                 case _:
                     step_s = rng.choice(_STEPS_S)

@@ -264,6 +264,12 @@ AUDIT_TOKENS = _gateway_counter(
     (of.BUILD, of.COMPARED),
 )
 AUDIT_SESSIONS = _gateway_counter("galley.audit.sessions", "{session}", "Audits, by verdict.", (of.VERDICT,))
+AUDIT_SKIPPED = _gateway_counter(
+    "galley.audit.skipped",
+    "{session}",
+    "Sessions that were drawn for an audit, and not audited or not to their end.",
+    (of.SKIPPED,),
+)
 AUDIT_TIME = _gateway_counter("galley.audit", "s", "Computing time of audits at targets.")
 AUDIT_WAITING = _gateway_gauge(
     "galley.audit.waiting", "{session}", "Finished sessions that wait for their audit in this gateway."

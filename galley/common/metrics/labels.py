@@ -112,6 +112,12 @@ VERDICT = Label(
     "is up",
     values=tuple(verdict.value for verdict in Verdict),
 )
+SKIPPED = Label(
+    "reason",
+    "`expired`: the session was no longer stored when a target had time; `backlog`: too many waited; `long`: "
+    "the audit ended after its most computing time; `failed`: by an error; `drained`: the gateway shut down",
+    values=("expired", "backlog", "long", "failed", "drained"),
+)
 DRAFT_VERSION = Label(
     "version",
     "version of the draft that a session was given, whatever then served it; "

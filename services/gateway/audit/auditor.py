@@ -1,8 +1,10 @@
 """Audits: compute answers of finished sessions again at a target, and compare them with their token logs.
 
 Those of clients run at once, at the lowest priority. Those that the gateway makes by itself are of a share of
-the finished sessions. They run one at a time, only while their target has no other request, and take at most
-`MOST_SHARE` of its time, over all gateways. An audit changes nothing of a session, and never fails one.
+the finished sessions. At each target they run one at a time, only while it has no other request, and take at
+most `MOST_SHARE` of its time, over all gateways. A session waits until a target of its build is idle and has
+rested; it is read then. One that expires first is counted as skipped. An audit changes nothing of a session,
+and never fails one.
 """
 
 from __future__ import annotations
@@ -10,13 +12,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Collection
 from contextvars import Context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from galley.common.logs import get_logger
 from galley.common.shared_work import SharedWork
 from galley.core.admission.admission import Principal
+from galley.core.answer.answer import SessionSpec
 from galley.core.audit import AuditCounts, AuditReport, Verdict
 from galley.core.errors import GalleyError, LogLost, StoreUnavailable, TargetUnavailable, UnknownSession
 from galley.core.routing.choice import HashedTokens, RoutingRequest
@@ -27,15 +31,17 @@ from galley.core.store import SessionStore, StoredSession
 from services.gateway.audit.logged_answer import LoggedAnswer, logged_answer
 from services.gateway.audit.records import AuditRecords, is_incident
 from services.gateway.audit.replay import Replay
-from services.gateway.audit.verification import AuditedReplica, audited_spec
+from services.gateway.audit.verification import AuditedReplica, audited_spec, is_idle
 from services.gateway.clock import MILLISECOND, SECOND
 from services.gateway.replicas.targets import TargetPool, TargetReplica
-from services.gateway.telemetry.audit_metrics import AuditMetrics
+from services.gateway.telemetry.audit_metrics import AuditMetrics, Skipped
 
 MAX_WAITING = 1000
 """Finished sessions that wait for their audit; the oldest are dropped."""
 _TURN_NS = 1 * SECOND
 """Computing time after which an audit that a gateway makes by itself lets its target rest."""
+_MOST_NS = 30 * SECOND
+"""Computing time after which such an audit ends: its target rests for 50 minutes by then."""
 _LOOK_S = 0.5
 """Time until the next look at a target that was busy."""
 _LONGEST_REST_S = 5.0
@@ -55,14 +61,33 @@ def is_drawn(session_id: str, ratio: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AuditTools:
-    """The parts of a gateway that audits use. A request to a target fails after `verify_ns`."""
+    """The parts of a gateway that audits use.
+
+    A request to a target fails after `verify_ns`. The store keeps a finished session for `kept_ns`.
+    """
 
     targets: TargetPool
     store: SessionStore
     records: AuditRecords
     clock: Clock
     verify_ns: int
+    kept_ns: int
     metrics: AuditMetrics | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """A finished session that waits for its audit until `expires_ns`.
+
+    `routing` names the build that computed its last token, until the session is read. Then it names the one
+    that audits, and `replica` is the one that served.
+    """
+
+    session_id: str
+    principal: str
+    routing: RoutingRequest
+    expires_ns: int
+    replica: str = ""
 
 
 class _Run:
@@ -120,7 +145,7 @@ class _Run:
         """Go on at another replica of the build: this one has failed. Return False if there is none."""
         self.replay.restart()
         self._failed.add(self.replica.target.address)
-        other = choose(self._tools.targets, self._answer, self.fingerprint, self._failed)
+        other = choose(self._tools.targets, routing(self._answer.spec, self.fingerprint), self._failed)
         if other is None or other is self.replica.target:
             return False
         self.replica = AuditedReplica(other, self._spec, self._tools.verify_ns)
@@ -155,8 +180,14 @@ class Auditor:
     def __init__(self, tools: AuditTools, ratio: float) -> None:
         self.ratio = ratio
         self._tools = tools
-        self._waiting: deque[tuple[str, str]] = deque(maxlen=MAX_WAITING)
+        self._waiting: deque[_Drawn] = deque()
         self._working: asyncio.Task[None] | None = None
+        self._audits: dict[str, asyncio.Task[None]] = {}
+        """By the address of the target; that of a session whose build no target has is empty."""
+        self._rests: dict[str, int] = {}
+        """When to look again at a target that was busy or rested."""
+        self._turns: set[str] = set()
+        """The targets that compute: an audit whose replica failed goes on where another one may run."""
         self._is_closed = False
         self._is_delayed = False
         """True while the store is away, which is logged once."""
@@ -165,7 +196,7 @@ class Auditor:
         self._incidents: deque[str] = deque(maxlen=MAX_WAITING)
         """The sessions of the latest stored incidents: one that is audited again is no further incident."""
         if tools.metrics is not None:
-            tools.metrics.observe_waiting(lambda: len(self._waiting) + (self._working is not None))
+            tools.metrics.observe_waiting(lambda: len(self._waiting) + len(self._audits))
 
     # --------------------------------------------------------------------------------- by hand --
 
@@ -213,13 +244,20 @@ class Auditor:
             return
         if not is_drawn(spec.session_id, self.ratio):
             return
-        self._waiting.append((spec.session_id, principal.name))
+        if len(self._waiting) >= MAX_WAITING:
+            self._waiting.popleft()
+            self._skip("backlog")
+        build = routing(spec, session.answer.fingerprint or "")
+        expires_ns = self._tools.clock.now_ns() + self._tools.kept_ns
+        self._waiting.append(_Drawn(spec.session_id, principal.name, build, expires_ns))
         if self._working is None:
             # In a context of its own: the task outlives the call that happens to begin it.
             self._working = asyncio.create_task(self._work(), context=Context())
 
     def stop(self) -> None:
         """End all audits that the gateway makes by itself; none begins afterwards."""
+        if not self._is_closed:
+            self._skip("drained", len(self._waiting) + len(self._audits))
         self._is_closed = True
         self._waiting.clear()
         if self._working is not None:
@@ -233,39 +271,112 @@ class Auditor:
 
     async def _work(self) -> None:
         try:
-            while self._waiting:
-                session_id, principal = self._waiting.popleft()
-                try:
-                    await self._audit_later(session_id, principal)
-                    self._is_delayed = False
-                except UnknownSession:
-                    self._is_delayed = False
-                    _log.debug("audit dropped", session_id=session_id, reason="session expired")
-                except StoreUnavailable as error:
-                    self._waiting.append((session_id, principal))
-                    await self._delay(session_id, error)
-                except Exception as error:  # noqa: BLE001  # the next session is audited nevertheless
-                    _log.warning("audit failed", session_id=session_id, error=str(error))
+            while self._waiting or self._audits:
+                self._begin_audits()
+                if audits := list(self._audits.values()):
+                    await asyncio.wait(audits, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                else:
                     await asyncio.sleep(_LOOK_S)
         finally:
+            for audit in self._audits.values():
+                audit.cancel()
+            await asyncio.gather(*self._audits.values(), return_exceptions=True)
+            self._audits.clear()  # one that was cancelled before its first step has not removed itself
             self._working = None
 
-    async def _audit_later(self, session_id: str, principal: str) -> None:
-        """Audit a session in the idle time of its target."""
+    def _begin_audits(self) -> None:
+        """Begin an audit at each target that may have time for one."""
+        now_ns = self._tools.clock.now_ns()
+        while self._waiting and self._waiting[0].expires_ns <= now_ns:
+            self._waiting.popleft()
+            self._skip("expired")
+        self._rests = {address: end_ns for address, end_ns in self._rests.items() if end_ns > now_ns}
+        hopeless = set()
+        for drawn in list(self._waiting):
+            alike = (drawn.routing.fingerprint, drawn.routing.lora, drawn.replica)
+            if alike in hopeless:
+                continue
+            target = self._target_of(drawn)
+            address = "" if target is None else target.address
+            if not self._is_free(target):
+                hopeless.add(alike)
+                continue
+            self._waiting.remove(drawn)
+            self._audits[address] = asyncio.create_task(self._audit_drawn(drawn, address, target))
+
+    def _target_of(self, drawn: _Drawn) -> TargetReplica | None:
+        """Return the target to audit at, rather a free one. The one that served is taken only if alone."""
+        target = choose(self._tools.targets, drawn.routing, {drawn.replica})
+        if self._is_free(target):
+            return target
+        other = choose(self._tools.targets, drawn.routing, {drawn.replica, *self._audits, *self._rests})
+        return target if other is None or other.address == drawn.replica else other
+
+    def _is_free(self, target: TargetReplica | None) -> bool:
+        """Return True unless the target is known to be in use. A session without a target is read alone."""
+        if target is None:
+            return "" not in self._audits
+        if self._tools.targets.knows_load and target.candidate().load:
+            return False
+        return target.address not in self._audits and target.address not in self._rests
+
+    async def _audit_drawn(self, drawn: _Drawn, address: str, target: TargetReplica | None) -> None:
+        """Audit a session, or let it wait further if the target has no time, or the store is away."""
+        session_id = drawn.session_id
         try:
-            answer = await logged_answer(await self._tools.store.read(session_id, principal))
+            if target is not None and (wait_s := await self._wait_s(target)):
+                self._rests[target.address] = self._tools.clock.now_ns() + int(wait_s * SECOND)
+                self._waiting.appendleft(drawn)
+            else:
+                await self._audit_later(drawn, target)
+            self._is_delayed = False
+        except UnknownSession:
+            self._is_delayed = False
+            self._skip("expired")
+        except StoreUnavailable as error:
+            await self._delay(session_id, error)
+            self._waiting.appendleft(drawn)
+        except Exception as error:  # noqa: BLE001  # the next session is audited nevertheless
+            _log.warning("audit failed", session_id=session_id, error=str(error))
+            self._skip("failed")
+            await asyncio.sleep(_LOOK_S)
+        finally:
+            del self._audits[address]
+
+    async def _wait_s(self, target: TargetReplica) -> float:
+        """Return the time until the next look at a target that rests or is busy; 0 if it has time."""
+        if wait_ms := await self._tools.records.wait_ms(target.address):
+            return min(wait_ms / 1000, _LONGEST_REST_S)
+        return 0.0 if await is_idle(target) else _LOOK_S
+
+    async def _audit_later(self, drawn: _Drawn, target: TargetReplica | None) -> None:
+        """Audit a session in the idle time of the target, or let it wait for one that suits it better."""
+        session_id = drawn.session_id
+        try:
+            answer = await logged_answer(await self._tools.store.read(session_id, drawn.principal))
         except LogLost:
             await self.damaged(session_id)
             return
-        target = choose_first(self._tools.targets, answer)
-        if target is None:
+        first = choose_first(self._tools.targets, answer)
+        if first is None:
             await self._note(_not_compared(answer, session_id), 0)
+            return
+        is_served = target is not None and target.address == answer.replica != first.address
+        if target is None or target.fingerprint != first.fingerprint or is_served:
+            build = routing(answer.spec, first.fingerprint)
+            self._waiting.appendleft(replace(drawn, routing=build, replica=answer.replica))
             return
         run = _Run(self._tools, answer, target)
         await run.replay.prepare()
-        while not run.is_over:
+        while not run.is_over and run.compute_ns < _MOST_NS:
             await self._take_turn(session_id, run)
+        if not run.is_over:
+            self._skip("long")
         await self._note(run.report(session_id), run.compute_ns)
+
+    def _skip(self, reason: Skipped, sessions: int = 1) -> None:
+        if self._tools.metrics is not None:
+            self._tools.metrics.skipped(reason, sessions)
 
     async def _take_turn(self, session_id: str, run: _Run) -> None:
         """Have the target compute for a turn, while it is idle, or wait until it may be."""
@@ -274,9 +385,18 @@ class Auditor:
             run.give_up()
             return
         replica, address = run.replica, run.replica.target.address
-        if not await replica.is_idle():
+        if address in self._turns or not await is_idle(replica.target):
             await asyncio.sleep(_LOOK_S)
             return
+        self._turns.add(address)
+        try:
+            await self._compute(session_id, run, replica)
+        finally:
+            self._turns.remove(address)
+
+    async def _compute(self, session_id: str, run: _Run, replica: AuditedReplica) -> None:
+        """Have an idle target compute for a turn, or wait for the turn."""
+        address = replica.target.address
         try:
             wait_ms = await self._tools.records.begin_turn(address)
         except StoreUnavailable as error:  # not raised: the run keeps what it has compared
@@ -289,7 +409,7 @@ class Auditor:
         before_ns = run.compute_ns
         try:
             while not run.is_over and run.compute_ns - before_ns < _TURN_NS:
-                if not await run.step(only_while_idle=True) or not await replica.is_idle():
+                if not await run.step(only_while_idle=True) or not await is_idle(replica.target):
                     break
         finally:
             await self._end_turn(session_id, address, run.compute_ns - before_ns)
@@ -335,20 +455,23 @@ class Auditor:
 
 def choose_first(targets: TargetPool, answer: LoggedAnswer) -> TargetReplica | None:
     """Return a target of the build that computed most of the answer, among those that are there."""
-    chosen = (choose(targets, answer, fingerprint, {answer.replica}) for fingerprint in answer.builds())
+    chosen = (choose(targets, routing(answer.spec, name), {answer.replica}) for name in answer.builds())
     return next((target for target in chosen if target is not None), None)
 
 
-def choose(
-    targets: TargetPool, answer: LoggedAnswer, fingerprint: str, avoid: set[str]
-) -> TargetReplica | None:
+def choose(targets: TargetPool, request: RoutingRequest, avoid: Collection[str]) -> TargetReplica | None:
     """Return a target of the build; one to `avoid` only if there is no other. None if there is none."""
-    spec = answer.spec
-    routing = RoutingRequest(
+    chosen = targets.choose(request, avoid)
+    if chosen is None or not chosen.is_up or chosen.fingerprint != request.fingerprint:
+        return None
+    return chosen
+
+
+def routing(spec: SessionSpec, fingerprint: str) -> RoutingRequest:
+    """Return the request for a target of the build that may compute the session; it names no tokens."""
+    return RoutingRequest(
         HashedTokens(()), spec.max_position, fingerprint, None, spec.lora, spec.session_id, spec.grammar
     )
-    chosen = targets.choose(routing, avoid)
-    return chosen if chosen is not None and chosen.is_up and chosen.fingerprint == fingerprint else None
 
 
 def _not_compared(answer: LoggedAnswer, session_id: str) -> AuditReport:

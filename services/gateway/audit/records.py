@@ -88,8 +88,8 @@ class AuditRecords:
         self._calls = RedisCalls(url, call_timeout_s=call_timeout_s, max_connections=2)
         self._totals = f"galley:audit:{{{pool_name}}}"
         self._incidents = f"{self._totals}:incidents"
-        self._nonce = secrets.token_hex(_NONCE_BYTES)
-        """That of the present turn, or the next one: a gateway audits at one target at a time."""
+        self._nonces: dict[str, str] = {}
+        """Those of the turns that have not ended, by address."""
 
     async def add(self, report: AuditReport, now_ms: int) -> None:
         """Add a report to the totals, and to the incidents if it is one. `now_ms` is a Unix time."""
@@ -112,20 +112,29 @@ class AuditRecords:
         reply = await self._calls.command("LRANGE", self._incidents, 0, -1, key=self._incidents)
         return [json.loads(entry) for entry in cast("list[bytes]", reply)]
 
+    async def wait_ms(self, address: str) -> int:
+        """Return in how many ms to try to begin a turn at a target; 0: now."""
+        key = self._turn(address)
+        return max(0, cast("int", await self._calls.command("PTTL", key, key=key)))
+
     async def begin_turn(self, address: str) -> int:
         """Take the turn to audit at a target, or keep it. Return 0, or in how many ms to try again."""
-        return cast("int", await self._calls.run(_BEGIN, [self._turn(address)], self._nonce, _TURN_S * 1000))
+        nonce = self._nonce(address)
+        return cast("int", await self._calls.run(_BEGIN, [self._turn(address)], nonce, _TURN_S * 1000))
 
     async def end_turn(self, address: str, compute_ns: int) -> None:
         """End the turn: the target computed for so long, so no gateway audits there for much longer.
 
         A turn that has ended in the store ends none of another gateway. A call that failed can be repeated.
         """
-        await self._calls.run(_END, [self._turn(address)], self._nonce, rest_ms(compute_ns))
-        self._nonce = secrets.token_hex(_NONCE_BYTES)
+        await self._calls.run(_END, [self._turn(address)], self._nonce(address), rest_ms(compute_ns))
+        self._nonces.pop(address, None)
 
     async def close(self) -> None:
         await self._calls.close()
+
+    def _nonce(self, address: str) -> str:
+        return self._nonces.setdefault(address, secrets.token_hex(_NONCE_BYTES))
 
     def _turn(self, address: str) -> str:
         return f"{self._totals}:turn:{address}"

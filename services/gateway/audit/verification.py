@@ -45,6 +45,17 @@ def audited_spec(spec: SessionSpec) -> SessionSpec:
     )
 
 
+async def is_idle(target: TargetReplica) -> bool:
+    """Return True if the replica has no open request, of whatever gateway."""
+    if target.open_requests or not target.is_accepted:
+        return False
+    try:
+        await target.client.meet(_MEET_S)
+    except (grpc.aio.AioRpcError, GalleyError):
+        return False
+    return not target.client.info.queue_depth and not target.open_requests
+
+
 class AuditedReplica:
     """A target replica that computes for an audit; its sessions come first."""
 
@@ -53,16 +64,6 @@ class AuditedReplica:
         self.target = target
         self._spec = spec
         self._timeout_ns = timeout_ns
-
-    async def is_idle(self) -> bool:
-        """Return True if the replica has no open request, of whatever gateway."""
-        if self.target.open_requests or not self.target.is_accepted:
-            return False
-        try:
-            await self.target.client.meet(_MEET_S)
-        except (grpc.aio.AioRpcError, GalleyError):
-            return False
-        return not self.target.client.info.queue_depth and not self.target.open_requests
 
     async def verify(self, request: ev.Verify) -> VerifyEvent:
         """Return the response to a request; what goes wrong is a Failed."""

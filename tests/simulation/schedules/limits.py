@@ -61,8 +61,9 @@ _PLACES: Mapping[str, tuple[object, ...]] = {
     "MAX_DRAFT_COOLDOWN_S": (simulated,),
     "START_S": (simulated,),
     "RENEWALS": (simulated,),
+    "_MOST_NS": (auditor,),
 }
-"""The modules and classes that hold each limit. The last ones are settings, which the simulation chooses."""
+"""The modules and classes that hold each limit; `simulated` holds settings, which the simulation chooses."""
 _OTHER_FACTORS: Mapping[str, tuple[float, ...]] = {
     "_LEEWAY_MS": (0.5, 1.0, 2.0, 4.0),
     "_OWNER_PAUSE_MS": (0.5, 1.0, 1.0, 2.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -20,7 +21,7 @@ class SimAudits:
         self._redis = redis
         self._caller = caller
         self._ledger = ledger
-        self._nonce = object()
+        self._nonces: defaultdict[str, object] = defaultdict(object)
 
     async def add(self, report: AuditReport, _now_ms: int) -> None:
         self._ledger.audited(self._caller.name, report)
@@ -29,14 +30,17 @@ class SimAudits:
     async def counts(self) -> AuditCounts:
         return await self._call(AuditCounts)
 
+    async def wait_ms(self, address: str) -> int:
+        return await self._call(lambda: self._redis.turns.wait_ms(address))
+
     async def begin_turn(self, address: str) -> int:
-        nonce = self._nonce
+        nonce = self._nonces[address]
         return await self._call(lambda: self._redis.turns.begin(address, nonce))
 
     async def end_turn(self, address: str, compute_ns: int) -> None:
-        nonce = self._nonce
+        nonce = self._nonces[address]
         await self._call(lambda: self._redis.turns.end(address, nonce, compute_ns))
-        self._nonce = object()
+        self._nonces.pop(address, None)
 
     async def close(self) -> None:
         """Do nothing: the records hold no connection."""

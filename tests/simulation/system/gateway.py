@@ -118,7 +118,8 @@ class SimGateway:
         self.grammars = Grammars(VOCABULARY)
         self.streams.own_sources = OwnSources(partial(self.grammars.compiled, FairThreads()))
         records: Any = SimAudits(world.redis, self.process, world.ledger)
-        tools = AuditTools(self.targets, self.store, records, self.clock, timeouts.verify_ns)
+        kept_ns = int(settings.FINISHED_TTL_S * SECOND)
+        tools = AuditTools(self.targets, self.store, records, self.clock, timeouts.verify_ns, kept_ns)
         self.auditor = Auditor(tools, float(schedule.audits))
         self.streams.on_finished.append(self.auditor.note_finished)
 

@@ -175,6 +175,10 @@ class Turns:
         self._clock = clock
         self._held: dict[str, tuple[object, float]] = {}
 
+    def wait_ms(self, address: str) -> int:
+        _, left_s = self._find(address)
+        return round(1000 * max(0.0, left_s))
+
     def begin(self, address: str, nonce: object) -> int:
         held, left_s = self._find(address)
         if left_s > 0 and held is not nonce:

@@ -155,9 +155,16 @@ async def test_a_target_rests_after_an_audit(
         rest_ms = await raw.pttl(key)
     assert 99 * computed_ms / 2 < rest_ms <= 99 * computed_ms + 1
     assert 0 < await records.begin_turn(world.target.address) <= rest_ms
-    before, looks = len(audits(world)), world.target.described
+    before, looks, wait_ms = len(audits(world)), [], AuditRecords.wait_ms
+
+    async def counting(self: AuditRecords, address: str) -> int:
+        looks.append(address)
+        world.target.watch.changed()
+        return await wait_ms(self, address)
+
+    monkeypatch.setattr(AuditRecords, "wait_ms", counting)
     await finish(it.gateway)
-    await world.target.watch.until(lambda: world.target.described >= looks + 3)
+    await world.target.watch.until(lambda: len(looks) > 3)
     assert len(audits(world)) == before
 
 
@@ -206,6 +213,7 @@ async def test_a_drain_ends_an_audit_at_once(world: World) -> None:
     await cast("Any", it.gateway.running.service).drain()
     await world.target.was_cancelled()
     await done(it)
+    assert it.number(catalogue.AUDIT_SKIPPED, "drained") == 1
 
 
 async def test_a_session_that_is_gone_is_dropped(
@@ -220,6 +228,7 @@ async def test_a_session_that_is_gone_is_dropped(
     await audited(records, 2)
     await done(it)
     assert len({call.slice.session_id for call in audits(world)}) == 2
+    assert it.number(catalogue.AUDIT_SKIPPED, "expired") == 1
 
 
 async def test_an_audit_whose_turn_fails_is_made_later(

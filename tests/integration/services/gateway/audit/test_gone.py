@@ -1,4 +1,4 @@
-"""The target of an audit leaves the pool while the audit waits for its idle time."""
+"""The target of an audit leaves the pool before the audit, or meanwhile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from galley.common.metrics import catalogue
 from services.gateway.audit import auditor
 from tests.fakes.replicas import FakeTarget
-from tests.fakes.world import World
+from tests.fakes.world import MAX_TOKENS, World
 from tests.integration.services.gateway.audit.test_by_itself import done, finish
 from tests.integration.services.gateway.test_metrics import counted
 
@@ -27,7 +27,31 @@ async def other(world: World) -> AsyncIterator[FakeTarget]:
         await other.stop()
 
 
-async def test_an_audit_whose_build_has_gone_ends_and_the_next_session_is_audited(
+async def test_an_audit_whose_build_goes_meanwhile_reports_what_it_has_compared(
+    world: World, other: FakeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auditor, "_LOOK_S", 0.01)
+    targets = [world.target, other]
+    addresses = ",".join(target.address for target in targets)
+    it = await counted(world, target=addresses, pool=world.id, audit_ratio=1.0, draft="none")
+    for target in targets:
+        target.gate.close_after(MAX_TOKENS)
+    await finish(it.gateway)
+    [served] = [target for target in targets if target.calls]
+    await served.watch.until(lambda: served.calls[-1].slice.session_id.startswith("audit-"))
+    served.queue_depth = 1
+    for target in targets:
+        target.gate.open()
+    looks = served.described
+    await served.watch.until(lambda: served.described >= looks + 3)
+    served.model = "another model"
+    await done(it)
+    assert it.number(catalogue.AUDIT_SESSIONS, "same") == 1
+    assert 0 < it.number(catalogue.AUDIT_TOKENS, "deterministic", "same") < MAX_TOKENS
+    world.expect_error("replica refused")
+
+
+async def test_a_session_whose_build_has_gone_is_not_compared_and_the_next_session_is_audited(
     world: World, other: FakeTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auditor, "_LOOK_S", 0.01)

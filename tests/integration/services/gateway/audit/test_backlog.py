@@ -1,0 +1,105 @@
+"""Sessions that wait for their audit: which of several targets audits them, and which are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from galley.common.metrics import catalogue
+from services.gateway.audit import auditor
+from services.gateway.audit.records import AuditRecords
+from tests.fakes.replicas import FakeTarget
+from tests.fakes.world import MAX_TOKENS, World
+from tests.integration.services.gateway.audit.test_by_itself import (
+    auditing,
+    audits,
+    done,
+    finish,
+    quick,
+    records,
+)
+
+__all__ = ["quick", "records"]
+
+_LONG_NS = 10**12
+
+
+@pytest.fixture
+async def others(world: World) -> AsyncIterator[list[FakeTarget]]:
+    """Two targets more of the build."""
+    async with AsyncExitStack() as opened:
+        started = []
+        for _ in "12":
+            directory = Path(opened.enter_context(TemporaryDirectory(prefix="galley-")))
+            started.append(FakeTarget(directory, world.tokenizer_hash))
+            await started[-1].start()
+            opened.push_async_callback(started[-1].stop)
+        yield started
+
+
+def audits_at(target: FakeTarget) -> int:
+    return sum(call.slice.session_id.startswith("audit-") for call in target.calls)
+
+
+async def test_a_target_that_rests_keeps_no_other_from_auditing(
+    world: World, records: AuditRecords, others: list[FakeTarget]
+) -> None:
+    """The choice by itself would be the one that rests."""
+    targets = [world.target, *others]
+    it = await auditing(world, target=",".join(target.address for target in targets))
+    await finish(it.gateway, no_audit=True)
+    [served] = [target for target in targets if target.calls]
+    free, rests = sorted((it for it in targets if it is not served), key=lambda it: it.address)
+    assert not await records.begin_turn(rests.address)
+    await records.end_turn(rests.address, _LONG_NS)
+    for _ in "12":
+        await finish(it.gateway)
+    await done(it)
+    assert (await records.counts()).sessions == 2
+    assert [audits_at(target) > 0 for target in (free, rests, served)] == [True, False, False]
+
+
+async def test_a_session_that_expires_before_a_target_has_time_is_counted(
+    world: World, records: AuditRecords
+) -> None:
+    await records.end_turn(world.target.address, _LONG_NS)
+    it = await auditing(world, finished_ttl_s=0.1)
+    await finish(it.gateway)
+    await done(it)
+    assert it.number(catalogue.AUDIT_SKIPPED, "expired") == 1
+    assert not audits(world)
+
+
+async def test_sessions_beyond_the_backlog_are_counted(
+    world: World, records: AuditRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auditor, "MAX_WAITING", 2)
+    world.target.queue_depth = 1
+    it = await auditing(world)
+    sessions = 6
+    for _ in range(sessions):
+        await finish(it.gateway)
+    world.target.queue_depth = 0
+    await done(it)
+    skipped = it.number(catalogue.AUDIT_SKIPPED, "backlog")
+    assert skipped
+    assert skipped + it.number(catalogue.AUDIT_SESSIONS, "same") == sessions
+
+
+async def test_a_long_session_is_audited_in_part(
+    world: World, records: AuditRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its target would otherwise rest for hours."""
+    monkeypatch.setattr(auditor, "_MOST_NS", 1)
+    monkeypatch.setattr(auditor, "_TURN_NS", 1)
+    it = await auditing(world)
+    await finish(it.gateway)
+    await done(it)
+    assert len(audits(world)) == 1
+    assert it.number(catalogue.AUDIT_SESSIONS, "same") == 1
+    assert 0 < (await records.counts()).tokens < MAX_TOKENS
+    assert it.number(catalogue.AUDIT_SKIPPED, "long") == 1
