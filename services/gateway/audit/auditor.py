@@ -355,7 +355,7 @@ class Auditor:
         try:
             answer = await logged_answer(await self._tools.store.read(session_id, drawn.principal))
         except LogLost:
-            await self.damaged(session_id)
+            await self._note(AuditReport(session_id, Verdict.DAMAGED), 0, can_wait=True)
             return
         first = choose_first(self._tools.targets, answer)
         if first is None:
@@ -372,7 +372,7 @@ class Auditor:
             await self._take_turn(session_id, run)
         if not run.is_over:
             self._skip("long")
-        await self._note(run.report(session_id), run.compute_ns)
+        await self._note(run.report(session_id), run.compute_ns, can_wait=True)
 
     def _skip(self, reason: Skipped, sessions: int = 1) -> None:
         if self._tools.metrics is not None:
@@ -435,15 +435,18 @@ class Auditor:
 
     # ---------------------------------------------------------------------------------- results --
 
-    async def _note(self, report: AuditReport, compute_ns: int) -> AuditReport:
-        """Count, log and store a report, and return it; an incident only until it is stored."""
+    async def _note(self, report: AuditReport, compute_ns: int, *, can_wait: bool = False) -> AuditReport:
+        """Count, log and store a report, and return it; an incident only until it is stored.
+
+        With `can_wait`, an incident waits for the store. Other reports would count twice if a reply was lost.
+        """
         if is_incident(report) and report.session_id in self._incidents:
             return report
         _log_report(report)
         if self._tools.metrics is not None:
             self._tools.metrics.audited(report, compute_ns)
         try:
-            await self._tools.records.add(report, time.time_ns() // MILLISECOND)
+            await self._store(report, can_wait=can_wait and is_incident(report))
         except GalleyError as error:
             _log.warning("audit not stored", session_id=report.session_id, error=str(error))
         else:
@@ -451,6 +454,18 @@ class Auditor:
                 self._incidents.append(report.session_id)
         self._counts = None
         return report
+
+    async def _store(self, report: AuditReport, *, can_wait: bool) -> None:
+        at_ms = time.time_ns() // MILLISECOND
+        while True:
+            try:
+                await self._tools.records.add(report, at_ms)
+            except StoreUnavailable as error:
+                if not can_wait:
+                    raise
+                await self._delay(report.session_id, error)
+            else:
+                return
 
 
 def choose_first(targets: TargetPool, answer: LoggedAnswer) -> TargetReplica | None:

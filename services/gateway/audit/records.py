@@ -32,8 +32,13 @@ _NONCE_BYTES = 8
 _FIELDS = tuple(item.name for item in dataclasses.fields(AuditCounts))
 
 # KEYS: totals, incidents. ARGV: an incident or "", most incidents, for how many ms, then name, value of each
-# count.
+# count. A call with an incident that is listed repeats one whose reply was lost, and changes nothing.
 _ADD = script_of("""
+if ARGV[1] ~= '' then
+  for _, listed in ipairs(redis.call('LRANGE', KEYS[2], 0, -1)) do
+    if listed == ARGV[1] then return redis.status_reply('OK') end
+  end
+end
 for at = 4, #ARGV, 2 do redis.call('HINCRBY', KEYS[1], ARGV[at], ARGV[at + 1]) end
 if ARGV[1] ~= '' then
   redis.call('LPUSH', KEYS[2], ARGV[1])
@@ -92,7 +97,10 @@ class AuditRecords:
         """Those of the turns that have not ended, by address."""
 
     async def add(self, report: AuditReport, now_ms: int) -> None:
-        """Add a report to the totals, and to the incidents if it is one. `now_ms` is a Unix time."""
+        """Add a report to the totals, and to the incidents if it is one. `now_ms` is a Unix time.
+
+        A call with an incident can be repeated with the same time; it adds once.
+        """
         counts = counts_of(report)
         if counts == AuditCounts():
             return

@@ -252,12 +252,16 @@ async def test_an_audit_whose_turn_fails_is_made_later(
     assert [line["event"] for line in logged if line["log_level"] == "warning"] == ["audit delayed"]
 
 
-def fail(monkeypatch: pytest.MonkeyPatch, script: Script, fails: Callable[[int], bool]) -> None:
-    """Let some calls of a script fail, by their number from 0."""
+def fail(
+    monkeypatch: pytest.MonkeyPatch, script: Script, fails: Callable[[int], bool], *, is_applied: bool = False
+) -> None:
+    """Let some calls of a script fail, by their number from 0; with `is_applied`, only their replies."""
     run, numbers = RedisCalls.run, count()
 
     async def failing(self: RedisCalls, called: Script, *given: Any) -> object:
         if called is script and fails(next(numbers)):
+            if is_applied:
+                await run(self, called, *given)
             raise StoreUnavailable("redis")
         return await run(self, called, *given)
 
@@ -321,4 +325,27 @@ async def test_a_damaged_session_is_counted_and_the_next_one_audited(
     assert (counts.damaged, counts.tokens) == (1, 2 * MAX_TOKENS)
     [incident] = await records.incidents()
     assert (incident["session_id"], incident["verdict"]) == (damaged, "damaged")
+    world.expect_error("audit found an incident")
+
+
+@pytest.mark.parametrize("is_applied", [False, True], ids=["the call is lost", "the reply is lost"])
+async def test_an_incident_is_recorded_once_when_the_store_is_back(
+    world: World,
+    records: AuditRecords,
+    shared_store: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    is_applied: bool,
+) -> None:
+    fail(monkeypatch, stored._ADD, lambda number: number < 2, is_applied=is_applied)
+    it = await auditing(world)
+    world.target.queue_depth = 1
+    damaged = await finish(it.gateway)
+    async with shared_store.raw() as raw:
+        await change(raw, damaged, "an output token is flipped")
+    world.target.queue_depth = 0
+    await done(it)
+    [incident] = await records.incidents()
+    assert incident["session_id"] == damaged
+    assert (await records.counts()).damaged == 1
+    assert it.number(catalogue.AUDIT_SESSIONS, "damaged") == 1
     world.expect_error("audit found an incident")
