@@ -340,7 +340,7 @@ Burn rates of the error budgets and their alerts, as in Google's SRE workbook, c
 {{- end }}
 {{- end -}}
 
-{{/* An audit is rare, and one finding is an incident: the alert lasts for a window after it. */}}
+{{/* An audit is rare, and one finding is an incident: the alerts of findings last for a window after it. */}}
 {{- define "galley.auditRules" -}}
 {{- $alerts := .Values.monitoring.rules.alerts -}}
 {{- $in := include "galley.releaseMatchers" . -}}
@@ -373,6 +373,24 @@ Burn rates of the error budgets and their alerts, as in Google's SRE workbook, c
       In the last {{ .window }} audits read {{ `{{ $value | printf "%.0f" }}` }} stored sessions that do not agree with their
       hash. The store damaged them, or somebody wrote to it.
     {{ include "galley.runbook" (list $ "GalleyAuditDamaged") }}
+{{- end }}
+{{- end }}
+{{- with $alerts.GalleyAuditBehind }}
+{{- if .enabled }}
+{{- $skipped := printf `sum by (%s) (increase(galley_audit_skipped_total{reason=~"expired|backlog", %s}[%s]))` $by $in .window }}
+- alert: GalleyAuditBehind
+  expr: |
+    {{ $skipped }}
+    /
+    ({{ $skipped }} + sum by ({{ $by }}) (increase(galley_audit_sessions_total{ {{- $in -}} }[{{ .window }}])))
+    > {{ .threshold }}
+  {{- include "galley.alertFields" (list $ .) | nindent 2 }}
+  annotations:
+    summary: Audits do not keep up
+    description: >-
+      In the last {{ .window }} {{ `{{ $value | humanizePercentage }}` }} of the sessions that were drawn for an audit were dropped
+      before a target had time for them. A fault is found later, or not at all.
+    {{ include "galley.runbook" (list $ "GalleyAuditBehind") }}
 {{- end }}
 {{- end }}
 {{- end -}}
