@@ -127,8 +127,9 @@ DRAFT_VERSION = Label(
 )
 DECISION = Label(
     "decision",
-    "`promoted`: the version was better and gets all sessions; `rolled_back`: it gets none",
-    values=("promoted", "rolled_back"),
+    "`promoted`: the version was better and gets all sessions; `rolled_back`: it was worse or failed, and "
+    "gets none; `no_gain`: it was not better, and gets none",
+    values=("promoted", "rolled_back", "no_gain"),
 )
 OPERATION = Label("gen_ai.operation.name", "requested operation", values=(CHAT, TEXT_COMPLETION))
 PROVIDER = Label("gen_ai.provider.name", "always `galley`", values=(GALLEY,))

@@ -22,9 +22,12 @@ DEFAULT_TRIAL_TOKENS = 20_000
 
 
 class Outcome(enum.Enum):
+    """The end of a trial, or none. `NO_GAIN` is a roll-back, too: the canary is not worse, and not better."""
+
     KEEP = "keep"
     PROMOTE = "promote"
     ROLL_BACK = "roll_back"
+    NO_GAIN = "no_gain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ def decide(split: Split, stable: VersionCounts, canary: VersionCounts, rule: Rul
     if gain_low > 0 and speed_high >= 0:
         return Decision(Outcome.PROMOTE, f"better: {gains}")
     if canary.output_tokens >= rule.draw * rule.tokens:
-        return _roll_back(f"no gain after {canary.output_tokens} tokens: {gains}")
+        return _roll_back(f"no gain after {canary.output_tokens} tokens: {gains}", Outcome.NO_GAIN)
     return Decision(Outcome.KEEP, f"undecided after {canary.output_tokens} tokens; {gains}")
 
 
@@ -93,8 +96,8 @@ def _decide_unlike(
     return Decision(Outcome.KEEP, f"each {split.by} is drawn, so that people decide; {gains}")
 
 
-def _roll_back(reason: str) -> Decision:
-    return Decision(Outcome.ROLL_BACK, reason)
+def _roll_back(reason: str, outcome: Outcome = Outcome.ROLL_BACK) -> Decision:
+    return Decision(outcome, reason)
 
 
 def _compared(canary: Estimate, stable: Estimate) -> str:

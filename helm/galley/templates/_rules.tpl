@@ -283,7 +283,7 @@ Burn rates of the error budgets and their alerts, as in Google's SRE workbook, c
     summary: A version of the draft was rolled back
     description: >-
       In the last {{ .window }} gateways ended the trial of a version of the draft and gave all sessions back to the others. It was
-      not better. Output is the same.
+      worse, or failed. Output is the same.
     {{ include "galley.runbook" (list $ "GalleyDraftRolledBack") }}
 {{- end }}
 {{- end }}

@@ -10,7 +10,7 @@ from galley.common.metrics.labels import NO_VERSION
 from galley.common.metrics.registry import Observed, Registry
 from galley.core.versions.split import Split
 
-Decision: TypeAlias = Literal["promoted", "rolled_back"]
+Ending: TypeAlias = Literal["promoted", "rolled_back", "no_gain"]
 
 
 class VersionMetrics:
@@ -29,9 +29,9 @@ class VersionMetrics:
         self._output.at(name).value += output_tokens
         self._accepted.at(name).value += accepted
 
-    def decided(self, decision: Decision) -> None:
+    def decided(self, ending: Ending) -> None:
         """Count a trial that this gateway ended by rule."""
-        self._decisions.at(decision).value += 1
+        self._decisions.at(ending).value += 1
 
     def observe_split(self, split: Callable[[], Split]) -> None:
         """Export the shares of the split that `split` returns."""

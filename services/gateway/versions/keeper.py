@@ -35,7 +35,7 @@ from galley.core.versions.state import (
 from services.gateway.replicas.draft_session import DraftSession
 from services.gateway.replicas.drafts import DraftPool
 from services.gateway.telemetry.observer import request_observer
-from services.gateway.telemetry.version_metrics import VersionMetrics
+from services.gateway.telemetry.version_metrics import Ending, VersionMetrics
 from services.gateway.versions.tally import SessionTally
 
 READ_S = 1.0
@@ -43,6 +43,11 @@ EMPTY_READS = 3
 """Reads without a state before a setting begins a trial; gateways that know a lost one give it back first."""
 
 _RULE, _SETTING, _GATEWAY = "rule", "draft_split", "gateway"
+_ENDINGS: Mapping[Outcome, Ending] = {
+    Outcome.PROMOTE: "promoted",
+    Outcome.ROLL_BACK: "rolled_back",
+    Outcome.NO_GAIN: "no_gain",
+}
 
 _log = get_logger(__name__)
 
@@ -83,6 +88,8 @@ class VersionKeeper:
         self._earlier_trial: int | None = None
         """The trial that the own one replaces; 0 for none, None until the store was read."""
         self._metrics = metrics
+        self._unconfirmed: tuple[VersionState, VersionEvent, Outcome] | None = None
+        """The latest change by this gateway, until it is known whether the store has made it."""
         self._waiting: dict[tuple[str, int], VersionCounts] = {}
         """Counts that the store does not have, by version and trial."""
         self._problem = ""
@@ -117,8 +124,10 @@ class VersionKeeper:
         try:
             await self._read()
             await self._flush()
-            if (change := self._due_trial() or await self._due_end()) is not None:
-                await self._change(*change)
+            if (trial := self._due_trial()) is not None:
+                await self._change(*trial, Outcome.KEEP)
+            elif (end := await self._due_end()) is not None:
+                await self._change(*end)
         except GalleyError as error:
             if self._problem != str(error):
                 self._problem = str(error)
@@ -157,6 +166,7 @@ class VersionKeeper:
         if state.split != before.split:
             self._drafts.use_split(state.split)
             _log.info("split of sessions changed", **_facts(state.split))
+        self._note_change(state)
 
     def _count(self, version: str, trial: int, counts: VersionCounts) -> None:
         if self._metrics is not None:
@@ -198,24 +208,39 @@ class VersionKeeper:
             return replace_trial(state, version, share, author=_SETTING)
         return None
 
-    async def _due_end(self) -> Change | None:
+    async def _due_end(self) -> tuple[VersionState, VersionEvent, Outcome] | None:
         """Return the end of the trial in force, if the rule says so."""
         state, split = self.state, self.state.split
         if not split.canary:
             return None
         counts = await self._store.counts((split.stable, split.canary))
         decision = decide(split, counts[split.stable], counts[split.canary], Rule(state.tokens))
+        if decision.outcome is Outcome.KEEP:
+            return None
         if decision.outcome is Outcome.PROMOTE:
-            return promote(state, split.canary, author=_RULE, reason=decision.reason)
-        if decision.outcome is Outcome.ROLL_BACK:
-            return roll_back(state, author=_RULE, reason=decision.reason)
-        return None
+            return *promote(state, split.canary, author=_RULE, reason=decision.reason), decision.outcome
+        return *roll_back(state, author=_RULE, reason=decision.reason), decision.outcome
 
-    async def _change(self, new: VersionState, event: VersionEvent) -> None:
-        """Change the state; if another caller was first, the next turn shows how."""
-        if not await self._store.change(self.state.epoch, new, event):
+    async def _change(self, new: VersionState, event: VersionEvent, outcome: Outcome) -> None:
+        """Change the state; if another caller was first, or the reply is lost, the next turn shows how."""
+        self._unconfirmed = new, event, outcome
+        if await self._store.change(self.state.epoch, new, event):
+            self._use(new)
+        else:
+            self._unconfirmed = None
+
+    def _note_change(self, state: VersionState) -> None:
+        """Log and count this gateway's latest change, if `state` of the store shows that it was made."""
+        if self._unconfirmed is None:
             return
-        self._use(new)
+        (new, event, outcome), self._unconfirmed = self._unconfirmed, None
+        is_made = (
+            state.trial == new.trial
+            if event.kind == "try"
+            else state.decided.get(event.version) == new.decided[event.version]
+        )
+        if state.epoch < new.epoch or not is_made:
+            return
         facts = {"version": event.version, "reason": event.reason}
         if event.kind == "try":
             _log.info("trial of a draft began", share=event.share, **facts)
@@ -223,8 +248,8 @@ class VersionKeeper:
             _log.info("draft promoted", **facts)
         else:
             _log.warning("draft rolled back", **facts)
-        if self._metrics is not None and event.kind != "try":
-            self._metrics.decided("promoted" if event.kind == "promote" else "rolled_back")
+        if self._metrics is not None and (ending := _ENDINGS.get(outcome)):
+            self._metrics.decided(ending)
 
 
 def _facts(split: Split) -> dict[str, str | float]:

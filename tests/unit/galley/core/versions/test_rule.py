@@ -61,7 +61,7 @@ def test_a_draw_ends_after_ten_times_the_tokens_and_not_before() -> None:
     assert decide(SPLIT, stable, canary, RULE).outcome is Outcome.KEEP
 
     decision = decide(SPLIT, stable, canary + sessions(chance, 20), RULE)
-    assert decision.outcome is Outcome.ROLL_BACK
+    assert decision.outcome is Outcome.NO_GAIN
     assert "no gain" in decision.reason
 
 

@@ -13,12 +13,13 @@ from structlog.testing import capture_logs
 from galley.common.metrics import catalogue
 from galley.common.metrics.labels import GATEWAY
 from galley.common.metrics.registry import Registry
+from galley.core.errors import StoreUnavailable
 from galley.core.session.events import RoundEnded, SourceTokens, Timing, Verified
 from galley.core.session.round import SpeculationStats
 from galley.core.versions import state as versions
 from galley.core.versions.counts import VersionCounts, session_counts
 from galley.core.versions.split import Split
-from galley.core.versions.state import VersionState
+from galley.core.versions.state import VersionEvent, VersionState
 from services.gateway.clock import MonotonicClock
 from services.gateway.replicas.draft_session import DraftSession
 from services.gateway.replicas.drafts import DraftPool
@@ -26,7 +27,7 @@ from services.gateway.replicas.membership import StaticAddresses
 from services.gateway.telemetry.version_metrics import VersionMetrics
 from services.gateway.versions.keeper import EMPTY_READS, VersionKeeper
 from services.gateway.versions.tally import SessionTally
-from tests.fakes.readings import number
+from tests.fakes.readings import number, total
 from tests.fakes.session_ports import SPEC
 from tests.fakes.versions import MemoryVersions
 from tests.unit.galley.core.versions.sessions import sessions
@@ -281,6 +282,60 @@ async def test_one_of_many_gateways_decides(
     assert [line["event"] for line in decisions] == ["draft " + counted.replace("_", " ")]
     assert decisions[0]["reason"] == store.events[-1].reason
     assert sum(number(registry, catalogue.DRAFT_VERSION_DECISIONS, counted) for registry in registries) == 1
+
+
+class LostReply(MemoryVersions):
+    """The reply to the first change with `loses` is lost."""
+
+    loses = False
+
+    async def change(self, expected_epoch: int, new: VersionState, event: VersionEvent) -> bool:
+        changed = await super().change(expected_epoch, new, event)
+        if self.loses:
+            self.loses = False
+            raise StoreUnavailable("the reply is lost")
+        return changed
+
+
+@pytest.mark.parametrize(("gain", "counted"), [(0.9, "promoted"), (0.1, "rolled_back"), (0.5, "no_gain")])
+@pytest.mark.parametrize("goes_on", [False, True])
+async def test_a_decision_whose_reply_was_lost_is_counted_once(
+    gain: float, counted: str, goes_on: bool
+) -> None:
+    """With `goes_on`, another trial has begun before the gateway reads the state again."""
+    store, registry = LostReply(), Registry(GATEWAY)
+    keeper = VersionKeeper(store, ServedDrafts(), metrics=VersionMetrics(registry))
+    await _begin(store, keeper)
+    chance = random.Random(3)
+    store.sums = {"": sessions(chance, 200), "new": sessions(chance, 200, gain=gain)}
+    store.loses = True
+    with capture_logs() as logs:
+        await keeper.turn()
+        if goes_on:
+            await store.change(store.state.epoch, *versions.try_version(store.state, "newer", SHARE))
+        for _ in range(2):
+            await keeper.turn()
+
+    assert number(registry, catalogue.DRAFT_VERSION_DECISIONS, counted) == 1
+    assert total(registry, catalogue.DRAFT_VERSION_DECISIONS) == 1
+    event = "draft promoted" if counted == "promoted" else "draft rolled back"
+    assert [line["event"] for line in logs if line["event"].startswith("draft ")] == [event]
+
+
+async def test_a_decision_that_did_not_reach_the_store_is_made_again(store: MemoryVersions) -> None:
+    registry = Registry(GATEWAY)
+    keeper = VersionKeeper(store, ServedDrafts(), metrics=VersionMetrics(registry))
+    await _begin(store, keeper)
+    chance = random.Random(3)
+    store.sums = {"": sessions(chance, 200), "new": sessions(chance, 200, gain=0.1)}
+    store.away = ("change",)
+    await keeper.turn()
+    assert total(registry, catalogue.DRAFT_VERSION_DECISIONS) == 0
+
+    store.away = ()
+    for _ in range(2):
+        await keeper.turn()
+    assert number(registry, catalogue.DRAFT_VERSION_DECISIONS, "rolled_back") == 1
 
 
 class DrainedMeanwhile(MemoryVersions):
