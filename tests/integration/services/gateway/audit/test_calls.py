@@ -49,7 +49,7 @@ async def test_only_finished_sessions_of_the_caller_are_audited(world: World) ->
         assert (await refused(bob.client.audit(session_id))).code is grpc.StatusCode.NOT_FOUND
         assert (await refused(alice.client.audit("0" * 32))).code is grpc.StatusCode.NOT_FOUND
         assert (await refused(alice.client.audit(""))).code is grpc.StatusCode.INVALID_ARGUMENT
-        stream, _ = await world.held(alice, 8)
+        stream, _ = await world.held(alice, 1)
         error = await refused(alice.client.audit(stream.session_id))
         assert error.code is grpc.StatusCode.FAILED_PRECONDITION
         assert error.message == f"session {stream.session_id!r} has not finished"
@@ -164,7 +164,7 @@ async def test_a_target_that_fails_is_not_a_difference(world: World) -> None:
 
 async def test_an_aborted_session_is_audited_as_far_as_it_came(world: World) -> None:
     gateway = await world.gateway()
-    stream, received = await world.held(gateway, 8)
+    stream, received = await world.held(gateway, 1)
     await gateway.client.abort(stream.session_id)
     world.target.gate.open()
     await received.listen(stream)
