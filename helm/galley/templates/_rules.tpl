@@ -377,19 +377,20 @@ Burn rates of the error budgets and their alerts, as in Google's SRE workbook, c
 {{- end }}
 {{- with $alerts.GalleyAuditBehind }}
 {{- if .enabled }}
-{{- $skipped := printf `sum by (%s) (increase(galley_audit_skipped_total{reason=~"expired|backlog", %s}[%s]))` $by $in .window }}
+{{- $skipped := printf `sum by (%s) (increase(galley_audit_skipped_total{reason=~"expired|backlog|failed", %s}[%s]))` $by $in .window }}
 - alert: GalleyAuditBehind
   expr: |
     {{ $skipped }}
     /
-    ({{ $skipped }} + sum by ({{ $by }}) (increase(galley_audit_sessions_total{ {{- $in -}} }[{{ .window }}])))
+    ({{ $skipped }} + sum by ({{ $by }}) (increase(galley_audit_sessions_total{verdict!="not_compared", {{ $in -}} }[{{ .window }}])))
     > {{ .threshold }}
+    and {{ $skipped }} >= {{ .minEvents }}
   {{- include "galley.alertFields" (list $ .) | nindent 2 }}
   annotations:
     summary: Audits do not keep up
     description: >-
       In the last {{ .window }} {{ `{{ $value | humanizePercentage }}` }} of the sessions that were drawn for an audit were dropped
-      before a target had time for them. A fault is found later, or not at all.
+      before a target had time for them, or their audit failed. A fault is found later, or not at all.
     {{ include "galley.runbook" (list $ "GalleyAuditBehind") }}
 {{- end }}
 {{- end }}
