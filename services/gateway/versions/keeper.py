@@ -39,8 +39,11 @@ from services.gateway.telemetry.version_metrics import Ending, VersionMetrics
 from services.gateway.versions.tally import SessionTally
 
 READ_S = 1.0
-EMPTY_READS = 3
-"""Reads without a state before a setting begins a trial; gateways that know a lost one give it back first."""
+EMPTY_READS = 6
+"""Reads without a state before a setting begins a trial.
+
+Gateways that know a lost one give it back first, also one that waits for an answer that was lost.
+"""
 
 _RULE, _SETTING, _GATEWAY = "rule", "draft_split", "gateway"
 _ENDINGS: Mapping[Outcome, Ending] = {
