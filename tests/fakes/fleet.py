@@ -95,6 +95,7 @@ class FleetTarget(Member[FakeTarget]):
             kv_block_tokens=self.block,
             kv_blocks_free=self.free,
             kv_blocks_total=100,
+            queue_depth=self.fake.queue_depth,
             lora_adapters=self.fake.lora_adapters,
             grammar_kinds=self.fake.grammar_kinds,
         )

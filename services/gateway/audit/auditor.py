@@ -45,6 +45,8 @@ _MOST_NS = 30 * SECOND
 _LOOK_S = 0.5
 """Time until the next look at a target that was busy."""
 _LONGEST_REST_S = 5.0
+_ABSENT_NS = 300 * SECOND
+"""A session waits so long for a target of its build, which may start again, before other builds are tried."""
 _MAX_FAILURES = 3
 _RETRY_S = 0.2
 _COUNTS_NS = 1 * SECOND
@@ -113,10 +115,12 @@ class _Run:
         It failed, so the next chunk goes elsewhere if possible, or sessions have come.
         """
         request, began_ns = self.replay.request(), self._tools.clock.now_ns()
-        if only_while_idle:
-            response = await self.replica.verify_while_idle(request)
-        else:
-            response = await self.replica.verify(request)
+        verify = self.replica.verify_while_idle if only_while_idle else self.replica.verify
+        try:
+            response = await verify(request)
+        except asyncio.CancelledError:
+            self.compute_ns += self._tools.clock.now_ns() - began_ns
+            raise
         if isinstance(response, ev.Verified):
             self.compute_ns += response.timing.compute_ns
             if response.fingerprint == self.fingerprint and self.replay.take(response):
@@ -186,6 +190,8 @@ class Auditor:
         """By the address of the target; that of a session whose build no target has is empty."""
         self._rests: dict[str, int] = {}
         """When to look again at a target that was busy or rested."""
+        self._absent: dict[str, int] = {}
+        """The builds that sessions wait for and no target has, each since when."""
         self._turns: set[str] = set()
         """The targets that compute: an audit whose replica failed goes on where another one may run."""
         self._is_closed = False
@@ -257,7 +263,7 @@ class Auditor:
     def stop(self) -> None:
         """End all audits that the gateway makes by itself; none begins afterwards."""
         if not self._is_closed:
-            self._skip("drained", len(self._waiting) + len(self._audits))
+            self._skip("drained", len(self._waiting))
         self._is_closed = True
         self._waiting.clear()
         if self._working is not None:
@@ -291,44 +297,46 @@ class Auditor:
             self._waiting.popleft()
             self._skip("expired")
         self._rests = {address: end_ns for address, end_ns in self._rests.items() if end_ns > now_ns}
-        hopeless = set()
+        targets = self._tools.targets
+        loaded = {it.address for it in targets.leases() if it.queue_depth} if targets.knows_load else set()
+        used = {*self._audits, *self._rests, *loaded}
+        hopeless, absent = set(), dict[str, int]()
         for drawn in list(self._waiting):
-            alike = (drawn.routing.fingerprint, drawn.routing.lora, drawn.replica)
+            build = drawn.routing.fingerprint or ""
+            alike = (build, drawn.routing.lora, drawn.replica)
             if alike in hopeless:
                 continue
-            target = self._target_of(drawn)
+            target = self._target_of(drawn, used)
             address = "" if target is None else target.address
-            if not self._is_free(target):
+            if target is None:
+                absent[build] = self._absent.get(build, now_ns)
+            if address in used or (target is None and now_ns - absent[build] < _ABSENT_NS):
                 hopeless.add(alike)
                 continue
             self._waiting.remove(drawn)
+            used.add(address)
             self._audits[address] = asyncio.create_task(self._audit_drawn(drawn, address, target))
+        self._absent = absent
 
-    def _target_of(self, drawn: _Drawn) -> TargetReplica | None:
-        """Return the target to audit at, rather a free one. The one that served is taken only if alone."""
-        target = choose(self._tools.targets, drawn.routing, {drawn.replica})
-        if self._is_free(target):
+    def _target_of(self, drawn: _Drawn, used: Collection[str]) -> TargetReplica | None:
+        """Return the target to audit at, one that is not in use if possible.
+
+        The one that served is taken only if it is alone.
+        """
+        target = choose(self._tools.targets, drawn.routing, {drawn.replica, *used})
+        if target is not None and target.address not in used and target.address != drawn.replica:
             return target
-        other = choose(self._tools.targets, drawn.routing, {drawn.replica, *self._audits, *self._rests})
-        return target if other is None or other.address == drawn.replica else other
-
-    def _is_free(self, target: TargetReplica | None) -> bool:
-        """Return True unless the target is known to be in use. A session without a target is read alone."""
-        if target is None:
-            return "" not in self._audits
-        if self._tools.targets.knows_load and target.candidate().load:
-            return False
-        return target.address not in self._audits and target.address not in self._rests
+        return choose(self._tools.targets, drawn.routing, {drawn.replica})
 
     async def _audit_drawn(self, drawn: _Drawn, address: str, target: TargetReplica | None) -> None:
         """Audit a session, or let it wait further if the target has no time, or the store is away."""
-        session_id = drawn.session_id
+        session_id, audited = drawn.session_id, None
         try:
             if target is not None and (wait_s := await self._wait_s(target)):
                 self._rests[target.address] = self._tools.clock.now_ns() + int(wait_s * SECOND)
                 self._waiting.appendleft(drawn)
-            else:
-                await self._audit_later(drawn, target)
+            elif audited := await self._audit_later(drawn, target):
+                await self._note(*audited, can_wait=True)
             self._is_delayed = False
         except UnknownSession:
             self._is_delayed = False
@@ -336,6 +344,10 @@ class Auditor:
         except StoreUnavailable as error:
             await self._delay(session_id, error)
             self._waiting.appendleft(drawn)
+        except asyncio.CancelledError:
+            if not audited:
+                self._skip("drained")
+            raise
         except Exception as error:  # noqa: BLE001  # the next session is audited nevertheless
             _log.warning("audit failed", session_id=session_id, error=str(error))
             self._skip("failed")
@@ -349,30 +361,33 @@ class Auditor:
             return min(wait_ms / 1000, _LONGEST_REST_S)
         return 0.0 if await is_idle(target) else _LOOK_S
 
-    async def _audit_later(self, drawn: _Drawn, target: TargetReplica | None) -> None:
-        """Audit a session in the idle time of the target, or let it wait for one that suits it better."""
+    async def _audit_later(
+        self, drawn: _Drawn, target: TargetReplica | None
+    ) -> tuple[AuditReport, int] | None:
+        """Audit a session in the idle time of the target; return the report and the computing time.
+
+        None: it waits for a target that suits it better.
+        """
         session_id = drawn.session_id
         try:
             answer = await logged_answer(await self._tools.store.read(session_id, drawn.principal))
         except LogLost:
-            await self._note(AuditReport(session_id, Verdict.DAMAGED), 0, can_wait=True)
-            return
+            return AuditReport(session_id, Verdict.DAMAGED), 0
         first = choose_first(self._tools.targets, answer)
         if first is None:
-            await self._note(_not_compared(answer, session_id), 0)
-            return
+            return _not_compared(answer, session_id), 0
         is_served = target is not None and target.address == answer.replica != first.address
         if target is None or target.fingerprint != first.fingerprint or is_served:
             build = routing(answer.spec, first.fingerprint)
             self._waiting.appendleft(replace(drawn, routing=build, replica=answer.replica))
-            return
+            return None
         run = _Run(self._tools, answer, target)
         await run.replay.prepare()
         while not run.is_over and run.compute_ns < _MOST_NS:
             await self._take_turn(session_id, run)
         if not run.is_over:
             self._skip("long")
-        await self._note(run.report(session_id), run.compute_ns, can_wait=True)
+        return run.report(session_id), run.compute_ns
 
     def _skip(self, reason: Skipped, sessions: int = 1) -> None:
         if self._tools.metrics is not None:
@@ -449,6 +464,9 @@ class Auditor:
             await self._store(report, can_wait=can_wait and is_incident(report))
         except GalleyError as error:
             _log.warning("audit not stored", session_id=report.session_id, error=str(error))
+        except asyncio.CancelledError:
+            _log.warning("audit not stored", session_id=report.session_id, error="the gateway shut down")
+            raise
         else:
             if is_incident(report):
                 self._incidents.append(report.session_id)

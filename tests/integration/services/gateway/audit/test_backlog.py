@@ -12,6 +12,8 @@ import pytest
 from galley.common.metrics import catalogue
 from services.gateway.audit import auditor
 from services.gateway.audit.records import AuditRecords
+from tests.fakes.fleet import Fleet
+from tests.fakes.redis_clusters import until
 from tests.fakes.replicas import FakeTarget
 from tests.fakes.world import MAX_TOKENS, World
 from tests.integration.services.gateway.audit.test_by_itself import (
@@ -22,6 +24,7 @@ from tests.integration.services.gateway.audit.test_by_itself import (
     quick,
     records,
 )
+from tests.integration.services.gateway.test_metrics import Counted
 
 __all__ = ["quick", "records"]
 
@@ -61,6 +64,46 @@ async def test_a_target_that_rests_keeps_no_other_from_auditing(
     await done(it)
     assert (await records.counts()).sessions == 2
     assert [audits_at(target) > 0 for target in (free, rests, served)] == [True, False, False]
+
+
+async def test_busy_targets_keep_no_idle_one_from_auditing(world: World, records: AuditRecords) -> None:
+    """With so many targets the choice compares two that it draws for a session, which may be busy ones."""
+    async with Fleet(world, "abcdefgh") as fleet:
+        for target in fleet.members:
+            target.pool_name = world.id
+            target.fake.queue_depth = 1
+        await fleet.register()
+        it = await auditing(world, target="")
+        for _ in range(8):
+            await finish(it.gateway)
+        assert it.number(catalogue.AUDIT_WAITING) == 8
+        for target in fleet.members[:2]:
+            target.fake.queue_depth = 0
+            await target.publish()
+        await done(it)
+        assert it.number(catalogue.AUDIT_SESSIONS, "same") == 8
+        assert not any(audits_at(target.fake) for target in fleet.members[2:])
+
+
+async def test_a_session_waits_for_a_target_that_comes_again(world: World, records: AuditRecords) -> None:
+    async with Fleet(world, "a") as fleet:
+        [target] = fleet.members
+        target.pool_name = world.id
+        target.fake.queue_depth = 1
+        await fleet.register()
+        it = await auditing(world, target="")
+        for _ in "12":
+            await finish(it.gateway)
+        await target.withdraw()
+        await until(lambda: _is_away(it))
+        target.fake.queue_depth = 0
+        await target.register()
+        await done(it)
+        assert it.number(catalogue.AUDIT_SESSIONS, "same") == 2
+
+
+async def _is_away(it: Counted) -> bool:
+    return it.number(catalogue.REPLICAS, "target", "up") == 0
 
 
 async def test_a_session_that_expires_before_a_target_has_time_is_counted(

@@ -20,6 +20,7 @@ from services.gateway.audit.auditor import is_drawn
 from services.gateway.audit.records import AuditRecords
 from tests.fakes.changed_logs import change
 from tests.fakes.http_client import http_client
+from tests.fakes.redis_clusters import until
 from tests.fakes.redis_servers import Server
 from tests.fakes.replicas import PASS_NS
 from tests.fakes.waiting import PATIENCE_S
@@ -205,7 +206,14 @@ async def test_a_gateway_that_missed_the_reply_begins_its_turn_again(
     await other.close()
 
 
-async def test_a_drain_ends_an_audit_at_once(world: World) -> None:
+async def test_a_drain_ends_an_audit_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, end_turn = [], AuditRecords.end_turn
+
+    async def noting(self: AuditRecords, address: str, compute_ns: int) -> None:
+        ended.append(compute_ns)
+        await end_turn(self, address, compute_ns)
+
+    monkeypatch.setattr(AuditRecords, "end_turn", noting)
     it = await auditing(world)
     world.target.gate.close_after(MAX_TOKENS)
     await finish(it.gateway)
@@ -214,6 +222,8 @@ async def test_a_drain_ends_an_audit_at_once(world: World) -> None:
     await world.target.was_cancelled()
     await done(it)
     assert it.number(catalogue.AUDIT_SKIPPED, "drained") == 1
+    [compute_ns] = ended
+    assert compute_ns > 0, "the target may have computed until it was cancelled, and rests for that"
 
 
 async def test_a_session_that_is_gone_is_dropped(
@@ -349,3 +359,26 @@ async def test_an_incident_is_recorded_once_when_the_store_is_back(
     assert (await records.counts()).damaged == 1
     assert it.number(catalogue.AUDIT_SESSIONS, "damaged") == 1
     world.expect_error("audit found an incident")
+
+
+async def test_an_incident_that_a_drain_leaves_unrecorded_is_in_the_log(
+    world: World, records: AuditRecords, shared_store: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail(monkeypatch, stored._ADD, lambda _: True)
+    it = await auditing(world)
+    world.target.queue_depth = 1
+    damaged = await finish(it.gateway)
+    async with shared_store.raw() as raw:
+        await change(raw, damaged, "an output token is flipped")
+    with capture_logs() as logs:
+        world.target.queue_depth = 0
+
+        async def is_delayed() -> bool:
+            return any(line["event"] == "audit delayed" for line in logs)
+
+        await until(is_delayed)
+        await cast("Any", it.gateway.running.service).drain()
+        await done(it)
+    assert [line["session_id"] for line in logs if line["event"] == "audit not stored"] == [damaged]
+    assert it.number(catalogue.AUDIT_SESSIONS, "damaged") == 1
+    assert it.number(catalogue.AUDIT_SKIPPED, "drained") == 0

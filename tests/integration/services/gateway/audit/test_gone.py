@@ -55,6 +55,7 @@ async def test_a_session_whose_build_has_gone_is_not_compared_and_the_next_sessi
     world: World, other: FakeTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auditor, "_LOOK_S", 0.01)
+    monkeypatch.setattr(auditor, "_ABSENT_NS", 1)
     targets = [world.target, other]
     addresses = ",".join(target.address for target in targets)
     it = await counted(world, target=addresses, pool=world.id, audit_ratio=1.0, draft="none")
