@@ -28,6 +28,8 @@ from galley.core.trees import CHAIN, ROOT, Parents, child_of, children_of, depth
 
 # After each so many tokens it is checked what reading them takes a lexer.
 _CHECKED_TOKENS = 32
+# A new lexer reads an output again. On an event loop it reads so many tokens for each one that is confirmed.
+_READ_AGAIN = 32
 # The result holds so many tokens later, so that it depends on no draft token: masks are for no more of them.
 MOST_AHEAD = 64
 # A compiled grammar was measured to take less, before sessions use it: a constant, and for each byte of text.
@@ -115,8 +117,11 @@ class CompiledGrammar:
         """Return what `operation` gives for a matcher that has read `tokens`, and computed nothing else.
 
         What a matcher has computed before can make it fail, where the rest of a text is certain and has no
-        end. What its lexer has been asked before can do so, too. So this decides where one has failed.
+        end. What its lexer has been asked before can do so, too. So this decides where one has failed. Raise
+        GrammarUnready if it may not compile, and would have to, or to read many tokens.
         """
+        if len(tokens) > READ_TOKENS and not may_compile:
+            raise GrammarUnready
         lexer = self._lexer
         if lexer is not None and not lexer.is_spent:
             result = lexer.apply(operation, lexer.matcher_at(tokens))
@@ -136,7 +141,7 @@ class CompiledGrammar:
         """
         lexer = self._lexer
         if lexer is not None and not lexer.is_spent:
-            lexer.matcher_of(state, tokens)
+            lexer.matcher_of(state, tokens, None if may_compile else 0)
             if lexer.has_spent_at_most(self._limits.output_fuel):
                 return True
         if not may_compile:
@@ -214,7 +219,8 @@ class GrammarState:
         self.may_compile = may_compile
         """Whether it may wait until its grammar is compiled anew.
 
-        A state that may not takes tokens unchecked meanwhile, and knows nothing of what may follow.
+        A state that may not takes tokens unchecked until the new lexer has read its output, and knows nothing
+        of what may follow.
         """
         # False while the model reasons: everything but an end token is allowed.
         self._has_begun = not self._spec.reasons_first
@@ -416,9 +422,18 @@ class GrammarState:
 
     # ------------------------------------------------------------------------------------- matching --
 
-    def _decide(self, operation: Operation[T]) -> T:
+    def _prepared(self, confirmed: int = 0) -> tuple[Lexer, LLMatcher]:
+        """Return the lexer, and the matcher that has read the output.
+
+        If it may not compile, a new lexer reads a slice only, for the tokens that are `confirmed` now. Raise
+        GrammarUnready until it has read all.
+        """
         lexer = self._compiled.lexer(may_compile=self.may_compile)
-        matcher = lexer.matcher_of(self, self._tokens)
+        most = None if self.may_compile else min(READ_TOKENS, _READ_AGAIN * confirmed)
+        return lexer, lexer.matcher_of(self, self._tokens, most)
+
+    def _decide(self, operation: Operation[T]) -> T:
+        lexer, matcher = self._prepared()
         result = lexer.apply(operation, matcher)
         if lexer.is_sound and not matcher.is_error():
             return result
@@ -445,11 +460,13 @@ class GrammarState:
         if not self._compiled.vocabulary.end_tokens.isdisjoint(tokens):
             return False
         try:
-            lexer = self._compiled.lexer(may_compile=self.may_compile)
+            lexer, matcher = self._prepared(len(tokens))
         except GrammarUnready:
             self._grow(tokens)
             return True
-        has_read = lexer.read(lexer.matcher_of(self, self._tokens), tokens) and lexer.is_sound
+        if matcher.is_error() and lexer.is_sound and not self.may_compile:
+            raise GrammarFailed(self.length)  # at a token that was taken unchecked
+        has_read = lexer.read(matcher, tokens) and lexer.is_sound
         if has_read:
             self._grow(tokens)
         else:
@@ -483,8 +500,7 @@ class GrammarState:
         self.length += len(tokens)
 
     def _fill(self, draft_tokens: Sequence[int], parents: Parents, rows: NDArray[np.uint32]) -> None:
-        lexer = self._compiled.lexer(may_compile=self.may_compile)
-        matcher = lexer.matcher_of(self, self._tokens)
+        lexer, matcher = self._prepared()
         lexer.apply(partial(self._fill_ahead, draft_tokens, parents, rows), matcher)
         if matcher.is_error() or not lexer.is_sound:
             lexer.forget(self)

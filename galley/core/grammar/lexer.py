@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 
-from galley.core.grammar.limits import GrammarLimits, InvalidGrammar
+from galley.core.grammar.limits import GrammarLimits, GrammarUnready, InvalidGrammar
 from galley.core.grammar.schemas.places import place_of_message
 from galley.core.grammar.spec import GrammarSpec
 from galley.core.grammar.vocabulary import Vocabulary
@@ -67,6 +67,7 @@ class Lexer:
         self.fuel = 0
         """What sessions have spent, when it was last measured."""
         self._matchers: WeakKeyDictionary[object, LLMatcher] = WeakKeyDictionary()
+        self._unfinished: WeakKeyDictionary[object, tuple[LLMatcher, int]] = WeakKeyDictionary()
         self._probe = self.matcher()
         self._probed = _first_tokens(self.matcher(), spec, vocabulary.end_tokens)
         self._meter = _unforced(self.matcher())
@@ -132,11 +133,19 @@ class Lexer:
         self.read(matcher, tokens)
         return matcher
 
-    def matcher_of(self, owner: object, tokens: Sequence[int]) -> LLMatcher:
-        """Return the matcher that `owner` has here, which has read its `tokens`."""
+    def matcher_of(self, owner: object, tokens: Sequence[int], most: int | None = None) -> LLMatcher:
+        """Return the matcher that `owner` has here, which has read its `tokens`. It may have failed.
+
+        Where it has none, read at most `most` of them in one call. Raise GrammarUnready until all are read.
+        """
         matcher = self._matchers.get(owner)
         if matcher is None:
-            matcher = self._matchers[owner] = self.matcher_at(tokens)
+            matcher, begin = self._unfinished.pop(owner, (self.matcher(), 0))
+            end = len(tokens) if most is None else min(len(tokens), begin + most)
+            if self.read(matcher, tokens[begin:end]) and end < len(tokens):
+                self._unfinished[owner] = matcher, end
+                raise GrammarUnready
+            self._matchers[owner] = matcher
         return matcher
 
     def forget(self, owner: object) -> None:

@@ -6,6 +6,7 @@ import gc
 import random
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import product
 from unittest.mock import patch
 
@@ -16,7 +17,7 @@ from llguidance import LLMatcher
 from galley.core.errors import Broken
 from galley.core.grammar.cache import GrammarCache
 from galley.core.grammar.compiled import CompiledGrammar, GrammarState, compile_grammar
-from galley.core.grammar.lexer import Lexer
+from galley.core.grammar.lexer import READ_TOKENS, Lexer
 from galley.core.grammar.limits import GrammarFailed, GrammarLimits, GrammarUnready
 from galley.core.grammar.spec import GrammarSpec
 from galley.core.grammar.vocabulary import Vocabulary
@@ -211,6 +212,66 @@ def test_a_long_output_is_read_at_once_and_ends_where_its_states_do() -> None:
     assert ord("c") in allowed(at.masks(())[0])
 
 
+def count_read(read: list[int]) -> AbstractContextManager[object]:
+    """Add the tokens that lexers read meanwhile to `read`."""
+    original = Lexer.read
+
+    def counted(lexer: Lexer, matcher: LLMatcher, tokens: Sequence[int]) -> bool:
+        read.extend(tokens)
+        return original(lexer, matcher, tokens)
+
+    return patch.object(Lexer, "read", counted)
+
+
+def state_of_a_new_lexer(output: bytes, unchecked: bytes = b"") -> GrammarState:
+    """Return a state of `(ab)+` that may not compile, whose lexer has read nothing of its output yet."""
+    compiled = compile_grammar(TIMED, GrammarSpec("regex", "(ab)+"))
+    at = compiled.start(may_compile=False)
+    at.confirm(output)
+    compiled.drop()
+    at.confirm(unchecked)
+    compiled.prepare()
+    return at
+
+
+def test_a_new_lexer_reads_a_long_output_in_slices_where_it_may_not_compile() -> None:
+    at, read, slices = state_of_a_new_lexer(2000 * b"ab"), list[int](), list[int]()
+    while at.allowed_prefix(b"aba") == 0:
+        before = len(read)
+        with count_read(read):
+            assert (at.allowed_prefix(b"a", ahead=b"ab"), at.forced(1)) == (0, ())
+            with pytest.raises(GrammarUnready):
+                at.masks(())
+            at.confirm(b"ab")
+        slices.append(len(read) - before)
+    assert at.allowed_prefix(b"aba") == 3
+    assert allowed(at.masks(())[0]) >= {ord("a"), END}
+    assert 1 < max(slices) <= READ_TOKENS
+    assert sum(slices) == at.length == 4000 + 2 * len(slices)
+
+
+def test_whoever_may_compile_reads_the_rest_of_a_long_output_at_once() -> None:
+    at, read = state_of_a_new_lexer(2000 * b"ab"), list[int]()
+    with count_read(read):
+        at.confirm(b"ab")
+        at.may_compile = True
+        assert allowed(at.masks(())[0]) >= {ord("a"), END}
+    assert len(read) == 4002
+
+
+def test_a_new_lexer_finds_a_wrong_token_of_a_long_output_in_slices() -> None:
+    at, read, is_found = state_of_a_new_lexer(2000 * b"ab", unchecked=b"z"), list[int](), False
+    while not is_found:
+        before = len(read)
+        with count_read(read):
+            try:
+                at.confirm(b"ab")
+            except GrammarFailed:
+                is_found = True
+        assert len(read) - before <= READ_TOKENS
+        assert len(read) < 5000
+
+
 @pytest.mark.parametrize(
     ("spec", "begin", "more", "last"),
     [
@@ -226,13 +287,7 @@ def test_the_end_of_a_long_output_reads_nothing_again(
     at = compile_grammar(TIMED, spec).start()
     at.confirm(begin + 1000 * more)
     read: list[int] = []
-    original = Lexer.read
-
-    def counted(lexer: Lexer, matcher: LLMatcher, tokens: Sequence[int]) -> bool:
-        read.extend(tokens)
-        return original(lexer, matcher, tokens)
-
-    with patch.object(Lexer, "read", counted):
+    with count_read(read):
         if is_masked:
             at.masks(())
         at.confirm([*last, END])

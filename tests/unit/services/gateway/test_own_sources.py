@@ -254,6 +254,22 @@ def test_a_grammar_that_is_quick_drafts_on() -> None:
     assert grammar.forced(2) or grammar.forced(2, output[:1])
 
 
+def test_a_grammar_drafts_on_after_its_lexer_was_replaced() -> None:
+    """It has too little time to read all of a long output at once."""
+    made = compile_grammar(VOCABULARY, GrammarSpec("regex", "(abc12)+"))
+    grammar = BoundedGrammar(made.start(may_compile=False), "s")
+    output = tokens_of(VOCABULARY, "abc12" * 10_000)
+    for at in range(0, len(output), 16):
+        grammar.confirm(output[at : at + 16])
+    made.drop()
+    made.prepare()
+    with capture_logs() as logs:
+        for token in tokens_of(VOCABULARY, "abc12" * 400):
+            grammar.confirm([token])
+    assert not logs
+    assert grammar.forced(2) or grammar.forced(2, output[:1])
+
+
 async def test_a_grammar_that_cannot_draft_leaves_the_prediction() -> None:
     predicted = tuple(tokens_of(VOCABULARY, "never"))
     for compile_grammar_, text in ((too_large, ""), (compiled, "other")):
