@@ -147,7 +147,7 @@ prove-shared-answers: setup ## prove that drafts that replace killed ones propos
 prove-tokens: setup ## prove that tokens are those of transformers, whatever the draft and k
 	@$(BIN)/python -m bench.prove_tokens
 
-prove-structured: setup venv-vllm ## prove that structured answers have their form, and the same tokens whatever the draft, k and failures (2,000 answers)
+prove-structured: setup venv-vllm ## prove that structured answers have their form, and the same tokens whatever the draft, k and failures (3,000 answers)
 	@$(BIN)/python -m bench.prove_structured
 
 prove-engine: setup ## prove that tokens and logits stay the same over 10^4 fuzzed steps of the engine

@@ -1,12 +1,14 @@
 """Prove that structured answers have their form and the same tokens everywhere: `make prove-structured`.
 
 It is the long form of tests/e2e/test_structured.py. The requests have schemas of tests/structured/schemas,
-regular expressions, choices and grammars, at temperatures 0, 0.7 and 1.5, each with a seed of its own. Real
-processes answer them with the default model in float32:
+some with a prediction, regular expressions, choices, grammars and structural tags, each at all temperatures
+and with several seeds. Real processes answer them with the default model in float32:
 
 - with speculation off, one at a time: the tokens that all other answers must equal;
 - with every draft strategy, k from 1 to 16, and with AUTO, alone and 16 at a time;
 - while gateways, targets and drafts are killed by turns, and streams break and are resumed elsewhere;
+- over HTTP, by a copy of the model that calls tools and reasons: calls that are required, of any tool and of
+  a named one, and schemas after reasoning;
 - with vLLM as the engine, if `make venv-vllm` was run: there tokens must equal vLLM's own with speculation
   off, one at a time. Answers in company, whose batches have other shapes, are only checked for their form.
 
@@ -26,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +36,28 @@ from bench.harness import BENCH, result_path, write_record
 from galley.client.client import AsyncClient
 from galley.client.options import Retries
 from galley.common.models.files import DEFAULT_MODEL
-from galley.core.names import GRAMMAR, HYBRID, MODEL, NGRAM, NO_STRATEGY
+from galley.core.names import GRAMMAR, HYBRID, MODEL, NGRAM, NO_STRATEGY, PREDICTION
 from galley.engine.load.resolve import resolve_model
 from galley.stack.parts import find_vllm_python
 from galley.stack.stack import Stack, StackOptions
 from tests.e2e.matrix import Case
 from tests.e2e.stacks import DRAFT_LAYERS
+from tests.fakes.http_client import http_client
 from tests.fakes.truncated_model import truncate_model
-from tests.structured.forms import requests
-from tests.structured.trial import RESUMED_EVERY, STRUCK_EVERY, Tally, Trial, vocabulary_of
+from tests.structured.chats import chat_model, chats, read_chat
+from tests.structured.forms import SEEDS, TEMPERATURES, FormRequest, requests
+from tests.structured.trial import RESUMED_EVERY, STRUCK_EVERY, Tally, Trial, reader, vocabulary_of
 
 LENGTHS = (1, 2, 4, 8, 16)
 CROWD = 16
-REQUESTS, LEAST_ANSWERS = 252, 2000
-PARTS = ("off", "drafts", "kills", "vllm")
+LEAST_ANSWERS = 3000
+PARTS = ("off", "drafts", "kills", "chats", "vllm")
+_CASE, _FEW = 84, 252
+"""Requests that a case of a draft reads, spread over all; and those that are read under kills and by vLLM."""
+_CHAT_CASES = (Case("auto", 0, 1), Case(NGRAM, 16, CROWD), Case(MODEL, 4, 1), Case(HYBRID, 8, CROWD))
 _KILLED = ("target-2", "gateway", "draft", "target", "gateway-2")
-_SLICES = 3
 # A busy machine may saturate a gateway for a while.
 _RETRIES = Retries(patience_s=300.0, start_patience_s=300.0)
-"""A case of a draft reads every third request; all cases together read each of them many times."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +68,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--requests", type=int, default=REQUESTS, help="number of requests (default: %(default)s)"
+        "--requests",
+        type=int,
+        help="most requests, and most chats (default: each form, temperature and seed)",
+    )
+    parser.add_argument(
+        "--temperatures",
+        type=lambda text: [float(each) for each in text.split(",")],
+        default=TEMPERATURES,
+        help="with commas (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=SEEDS, help="seeds at each temperature above 0 (default: %(default)s)"
     )
     parser.add_argument("--parts", default=",".join(PARTS), help="with commas (default: %(default)s)")
     parser.add_argument("--results", type=Path, default=BENCH / "results")
@@ -71,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := set(chosen) - set(PARTS):
         parser.error(f"--parts: must be of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory(prefix="galley-prove-") as folder:
-        proof = Proof(given.requests, chosen, result_path("structured_proof", given.results))
+        path = result_path("structured_proof", given.results)
+        proof = Proof(given.requests, given.temperatures, given.seeds, chosen, path)
         asyncio.run(proof.run(Path(folder)))
     return 1 if proof.problems else 0
 
@@ -79,8 +97,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 class Proof:
     """The parts and their tallies; the record is written after each case, so that a run cut short has one."""
 
-    def __init__(self, count: int, parts: Sequence[str], path: Path) -> None:
-        self._count = count
+    def __init__(
+        self, count: int | None, temperatures: Sequence[float], seeds: int, parts: Sequence[str], path: Path
+    ) -> None:
+        self._is_whole = count is None
+        self._requests = requests(count, temperatures, seeds)
+        self._chats = chats(temperatures, seeds)[:count]
+        self._temperatures = list(temperatures)
+        self._seeds = seeds
         self._parts = parts
         self._path = path
         self._began_s = time.monotonic()
@@ -95,11 +119,15 @@ class Proof:
     def _shortfalls(self) -> list[str]:
         """Return what this run has read too little of to prove anything."""
         floors = {"finished": self._total("answers") // 2}
-        if self._count == REQUESTS and set(self._parts) == set(PARTS):
+        if self._is_whole and set(self._parts) == set(PARTS):
             floors["answers"] = LEAST_ANSWERS
         if "kills" in self._parts:
-            floors |= {"kills": self._count // STRUCK_EVERY, "resumed": self._count // RESUMED_EVERY // 2}
+            few = len(self._requests[:_FEW])
+            floors |= {"kills": few // STRUCK_EVERY, "resumed": few // RESUMED_EVERY // 2}
         read = {name: (self._total(name), least) for name, least in floors.items()}
+        if "drafts" in self._parts:
+            predicted = sum(tally["sources"].get(PREDICTION, 0) for tally in self._tallies.values())
+            read["predicted"] = (predicted, 1)
         return [f"{name}: {got} of at least {least}" for name, (got, least) in read.items() if got < least]
 
     def _total(self, name: str) -> int:
@@ -107,8 +135,10 @@ class Proof:
 
     async def run(self, folder: Path) -> None:
         model = resolve_model(DEFAULT_MODEL)
-        if set(self._parts) - {"vllm"}:
+        if set(self._parts) - {"vllm", "chats"}:
             await self._run_paged(model, folder)
+        if "chats" in self._parts:
+            await self._run_chats(chat_model(model, folder / "chats"), folder)
         if "vllm" in self._parts:
             await self._run_vllm(model)
         self._complete = True
@@ -122,29 +152,41 @@ class Proof:
             draft_model=str(draft), strategies=(NGRAM,), dtype="float32", gateways=2, replicas=2, drafts=2
         )
         async with Stack(paged) as stack:
-            trial = await self._learnt(stack, model, "off")
+            trial = await self._learnt(stack, model, "off", self._requests)
             if "drafts" in self._parts:
                 await self._read_with_drafts(trial, stack)
             if "kills" in self._parts:
                 await self._read_under_kills(trial, stack)
 
-    async def _learnt(self, stack: Stack, model: Path, name: str) -> Trial:
+    async def _learnt(self, stack: Stack, model: Path, name: str, requests: Sequence[FormRequest]) -> Trial:
         async with AsyncClient(stack.gateways, retries=_RETRIES) as client:
-            trial = Trial(requests(self._count), await vocabulary_of(client, model))
-            await trial.learn(client)
+            trial = Trial(requests, await vocabulary_of(client, model))
+            await trial.learn(reader(client))
         self._note(name, trial)
         return trial
 
+    async def _run_chats(self, model: Path, folder: Path) -> None:
+        draft = truncate_model(model, list(DRAFT_LAYERS), folder / "chats_draft")
+        options = StackOptions(
+            model=str(model), draft_model=str(draft), strategies=(NGRAM,), dtype="float32", http_port=0
+        )
+        async with Stack(options) as stack, http_client(stack.http_addresses[0]) as client:
+            trial, read = Trial(self._chats), partial(read_chat, client.raw)
+            await trial.learn(read)
+            self._note("chats off", trial)
+            for case in _CHAT_CASES:
+                await trial.compare(read, case)
+                self._note(f"chats {case}", trial, needs=GRAMMAR)
+
     async def _read_with_drafts(self, trial: Trial, stack: Stack) -> None:
+        step = max(3, len(self._requests) // _CASE)
         async with AsyncClient(stack.gateways, retries=_RETRIES) as client:
             for number, case in enumerate(draft_cases()):
-                await trial.compare(client, case, slice(number % _SLICES, None, _SLICES))
-                if case.k and not trial.tally.sources.get(GRAMMAR):
-                    trial.tally.problems.append(f"{case}: no token was accepted that a grammar forces")
-                self._note(str(case), trial)
+                await trial.compare(reader(client), case, slice(number % step, None, step))
+                self._note(str(case), trial, needs=GRAMMAR if case.k else "")
 
     async def _read_under_kills(self, trial: Trial, stack: Stack) -> None:
-        await trial.compare_under_kills(stack, _KILLED, Case(HYBRID, 4, CROWD))
+        await trial.compare_under_kills(stack, _KILLED, Case(HYBRID, 4, CROWD), slice(_FEW))
         self._note("kills", trial)
 
     async def _run_vllm(self, model: Path) -> None:
@@ -157,16 +199,18 @@ class Proof:
             target_python=find_vllm_python(None),
         )
         async with Stack(options) as stack, AsyncClient(stack.gateways, retries=_RETRIES) as client:
-            trial = await self._learnt(stack, model, "vllm off")
+            trial = await self._learnt(stack, model, "vllm off", self._requests[:_FEW])
             for case in (Case(NGRAM, 4, 1), Case("auto", 0, 1)):
-                await trial.compare(client, case, slice(0, None, _SLICES))
+                await trial.compare(reader(client), case, slice(0, None, 3))
                 self._note(f"vllm {case}", trial)
-            await trial.compare(client, Case(NGRAM, 4, CROWD), exact=False)
+            await trial.compare(reader(client), Case(NGRAM, 4, CROWD), exact=False)
             self._note("vllm in company", trial)
 
-    def _note(self, name: str, trial: Trial) -> None:
-        """Add what was read since the last note under this name."""
+    def _note(self, name: str, trial: Trial, *, needs: str = "") -> None:
+        """Add what was read since the last note, accepted tokens of the source that it `needs` among it."""
         tally, trial.tally = trial.tally, Tally()
+        if needs and not tally.sources.get(needs):
+            tally.problems.append(f"{name}: no token of {needs} was accepted")
         self._tallies[name] = asdict(tally)
         print(name, {key: value for key, value in asdict(tally).items() if key != "problems"}, flush=True)
         for problem in tally.problems:
@@ -179,7 +223,10 @@ class Proof:
             "complete": self._complete,
             "seconds": round(time.monotonic() - self._began_s),
             "parts": list(self._parts),
-            "requests": self._count,
+            "requests": len(self._requests),
+            "chats": len(self._chats),
+            "temperatures": self._temperatures,
+            "seeds": self._seeds,
             **{name: self._total(name) for name in counts},
             "problems": self.problems,
             "cases": self._tallies,

@@ -74,26 +74,28 @@ class Tally:
 class Trial:
     """The requests and their answers with speculation off, one at a time; later answers must equal these."""
 
-    def __init__(self, requests: Sequence[FormRequest], vocabulary: Vocabulary) -> None:
+    def __init__(self, requests: Sequence[FormRequest], vocabulary: Vocabulary | None = None) -> None:
         self.requests = list(requests)
         self.tally = Tally()
         self._vocabulary = vocabulary
         self._expected: dict[str, tuple[int, ...]] = {}
 
-    async def learn(self, client: AsyncClient, at_once: int = 1) -> None:
+    async def learn(self, read: Reader) -> None:
         """Read the answers that later ones must equal."""
-        await self._read_all(self.requests, Case("off", 0, at_once), _reader(client))
+        await self._read_all(self.requests, Case("off", 0, 1), read)
 
     async def compare(
-        self, client: AsyncClient, case: Case, chosen: slice = slice(None), *, exact: bool = True
+        self, read: Reader, case: Case, chosen: slice = slice(None), *, exact: bool = True
     ) -> None:
         """Read the answers to the chosen requests again, `case.concurrency` at a time.
 
         Unless they must be `exact`, other tokens are counted and no problem.
         """
-        await self._read_all(self.requests[chosen], case, _reader(client), exact=exact)
+        await self._read_all(self.requests[chosen], case, read, exact=exact)
 
-    async def compare_under_kills(self, stack: Stack, parts: Sequence[str], case: Case) -> None:
+    async def compare_under_kills(
+        self, stack: Stack, parts: Sequence[str], case: Case, chosen: slice = slice(None)
+    ) -> None:
         """Read the answers again while parts are killed by turns, and some streams break and are resumed."""
         async with AsyncClient(stack.gateways) as client, AsyncClient(stack.gateways[::-1]) as other:
             striker = _Striker(stack, cycle(parts))
@@ -105,7 +107,7 @@ class Trial:
                 successor = other if number % RESUMED_EVERY == 0 else None
                 return await _read(client, request, case, middle, strike, successor)
 
-            await self._read_all(self.requests, case, read)
+            await self._read_all(self.requests[chosen], case, read)
             self.tally.kills += striker.kills
 
     async def _read_all(
@@ -135,10 +137,11 @@ class Trial:
             self.tally.problems.append(f"{request}, {case}: {wrong}")
 
     def _form_problem(self, request: FormRequest, answer: FormAnswer) -> str:
-        grammar = compile_grammar(self._vocabulary, request.form.spec)
-        allowed = grammar.start().allowed_prefix(answer.tokens)
-        if allowed < len(answer.tokens):
-            return f"token {allowed} of {answer.text!r} is not of its grammar"
+        if request.form.spec is not None and self._vocabulary is not None:
+            grammar = compile_grammar(self._vocabulary, request.form.spec)
+            allowed = grammar.start().allowed_prefix(answer.tokens)
+            if allowed < len(answer.tokens):
+                return f"token {allowed} of {answer.text!r} is not of its grammar"
         if answer.is_finished and not request.form.is_right(answer.text):
             return f"{answer.text!r} has not its form"
         if not answer.is_finished and answer.reason != pb.Finished.REASON_LENGTH:
@@ -171,7 +174,7 @@ class _Striker:
             await self._stack.restart(part)
 
 
-def _reader(client: AsyncClient) -> Reader:
+def reader(client: AsyncClient) -> Reader:
     return lambda request, case: _read(client, request, case)
 
 
