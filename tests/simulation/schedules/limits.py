@@ -62,6 +62,7 @@ _PLACES: Mapping[str, tuple[object, ...]] = {
     "START_S": (simulated,),
     "RENEWALS": (simulated,),
     "_MOST_NS": (auditor,),
+    "_ABSENT_NS": (auditor,),
 }
 """The modules and classes that hold each limit; `simulated` holds settings, which the simulation chooses."""
 _OTHER_FACTORS: Mapping[str, tuple[float, ...]] = {
