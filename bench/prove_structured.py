@@ -125,7 +125,7 @@ class Proof:
             few = len(self._requests[:_FEW])
             floors |= {"kills": few // STRUCK_EVERY, "resumed": few // RESUMED_EVERY // 2}
         read = {name: (self._total(name), least) for name, least in floors.items()}
-        if "drafts" in self._parts:
+        if "drafts" in self._parts and any("prediction" in it.form.option for it in self._requests):
             predicted = sum(tally["sources"].get(PREDICTION, 0) for tally in self._tallies.values())
             read["predicted"] = (predicted, 1)
         return [f"{name}: {got} of at least {least}" for name, (got, least) in read.items() if got < least]
