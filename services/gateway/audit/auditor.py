@@ -16,6 +16,7 @@ from collections.abc import Collection
 from contextvars import Context
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import NamedTuple
 
 from galley.common.logs import get_logger
 from galley.common.shared_work import SharedWork
@@ -90,6 +91,16 @@ class _Drawn:
     routing: RoutingRequest
     expires_ns: int
     replica: str = ""
+
+
+class _Needs(NamedTuple):
+    """Facts of a session that decide which targets may audit it, but for the one that served it."""
+
+    build: str
+    lora: str
+    grammar: str
+    is_long: bool
+    """Longer than some target's context window."""
 
 
 class _Run:
@@ -190,8 +201,8 @@ class Auditor:
         """By the address of the target; that of a session whose build no target has is empty."""
         self._rests: dict[str, int] = {}
         """When to look again at a target that was busy or rested."""
-        self._absent: dict[str, int] = {}
-        """The builds that sessions wait for and no target has, each since when."""
+        self._absent: dict[_Needs, int] = {}
+        """What sessions need and no target offers, each since when."""
         self._turns: set[str] = set()
         """The targets that compute: an audit whose replica failed goes on where another one may run."""
         self._is_closed = False
@@ -262,9 +273,10 @@ class Auditor:
 
     def stop(self) -> None:
         """End all audits that the gateway makes by itself; none begins afterwards."""
-        if not self._is_closed:
-            self._skip("drained", len(self._waiting))
+        if self._is_closed:  # a second cancellation would end what an audit does at its end
+            return
         self._is_closed = True
+        self._skip("drained", len(self._waiting))
         self._waiting.clear()
         if self._working is not None:
             self._working.cancel()
@@ -298,19 +310,20 @@ class Auditor:
             self._skip("expired")
         self._rests = {address: end_ns for address, end_ns in self._rests.items() if end_ns > now_ns}
         targets = self._tools.targets
-        loaded = {it.address for it in targets.leases() if it.queue_depth} if targets.knows_load else set()
+        leases = targets.leases()
+        loaded = {it.address for it in leases if it.queue_depth} if targets.knows_load else set()
+        window = min((it.context_window for it in leases), default=0)
         used = {*self._audits, *self._rests, *loaded}
-        hopeless, absent = set(), dict[str, int]()
+        hopeless, absent = set(), dict[_Needs, int]()
         for drawn in list(self._waiting):
-            build = drawn.routing.fingerprint or ""
-            alike = (build, drawn.routing.lora, drawn.replica)
-            if alike in hopeless:
+            needs = _needs_of(drawn.routing, window)
+            if (alike := (needs, drawn.replica)) in hopeless:
                 continue
             target = self._target_of(drawn, used)
             address = "" if target is None else target.address
             if target is None:
-                absent[build] = self._absent.get(build, now_ns)
-            if address in used or (target is None and now_ns - absent[build] < _ABSENT_NS):
+                absent[needs] = self._absent.get(needs, now_ns)
+            if address in used or (target is None and now_ns - absent[needs] < _ABSENT_NS):
                 hopeless.add(alike)
                 continue
             self._waiting.remove(drawn)
@@ -342,8 +355,8 @@ class Auditor:
             self._is_delayed = False
             self._skip("expired")
         except StoreUnavailable as error:
-            await self._delay(session_id, error)
             self._waiting.appendleft(drawn)
+            await self._delay(session_id, error)
         except asyncio.CancelledError:
             if not audited:
                 self._skip("drained")
@@ -465,7 +478,7 @@ class Auditor:
         except GalleyError as error:
             _log.warning("audit not stored", session_id=report.session_id, error=str(error))
         except asyncio.CancelledError:
-            _log.warning("audit not stored", session_id=report.session_id, error="the gateway shut down")
+            _log.warning("audit not stored", session_id=report.session_id, error="it was cancelled")
             raise
         else:
             if is_incident(report):
@@ -484,6 +497,11 @@ class Auditor:
                 await self._delay(report.session_id, error)
             else:
                 return
+
+
+def _needs_of(request: RoutingRequest, window: int) -> _Needs:
+    kind = "" if request.grammar is None else request.grammar.kind
+    return _Needs(request.fingerprint, request.lora, kind, request.max_position > window)
 
 
 def choose_first(targets: TargetPool, answer: LoggedAnswer) -> TargetReplica | None:

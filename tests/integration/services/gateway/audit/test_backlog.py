@@ -6,16 +6,19 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, cast
 
 import pytest
+from structlog.testing import capture_logs
 
 from galley.common.metrics import catalogue
+from galley.core.errors import StoreUnavailable
 from services.gateway.audit import auditor
 from services.gateway.audit.records import AuditRecords
 from tests.fakes.fleet import Fleet
 from tests.fakes.redis_clusters import until
 from tests.fakes.replicas import FakeTarget
-from tests.fakes.world import MAX_TOKENS, World
+from tests.fakes.world import MAX_TOKENS, PROMPT_TOKENS, World
 from tests.integration.services.gateway.audit.test_by_itself import (
     auditing,
     audits,
@@ -100,6 +103,48 @@ async def test_a_session_waits_for_a_target_that_comes_again(world: World, recor
         await target.register()
         await done(it)
         assert it.number(catalogue.AUDIT_SESSIONS, "same") == 2
+
+
+async def test_a_session_that_no_target_can_audit_holds_up_no_other(
+    world: World, records: AuditRecords
+) -> None:
+    """It is longer than the context window that the targets have now."""
+    async with Fleet(world, "a") as fleet:
+        [target] = fleet.members
+        target.pool_name = world.id
+        target.fake.queue_depth = 1
+        await fleet.register()
+        it = await auditing(world, target="")
+        await finish(it.gateway)
+        await finish(it.gateway, max_tokens=4)
+        target.fake.queue_depth = 0
+        await target.publish(context=len(PROMPT_TOKENS) + MAX_TOKENS - 1)
+
+        async def is_audited() -> bool:
+            return it.number(catalogue.AUDIT_SESSIONS, "same") == 1
+
+        await until(is_audited)
+        assert it.number(catalogue.AUDIT_WAITING) == 1
+
+
+async def test_a_drain_counts_a_session_whose_audit_the_store_delays(
+    world: World, records: AuditRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def away(_self: AuditRecords, _address: str) -> int:
+        raise StoreUnavailable("the session store is unavailable")
+
+    monkeypatch.setattr(AuditRecords, "wait_ms", away)
+    it = await auditing(world)
+    with capture_logs() as logs:
+        await finish(it.gateway)
+
+        async def is_delayed() -> bool:
+            return any(line["event"] == "audit delayed" for line in logs)
+
+        await until(is_delayed)
+        await cast("Any", it.gateway.running.service).drain()
+        await done(it)
+    assert it.number(catalogue.AUDIT_SKIPPED, "drained") == 1
 
 
 async def _is_away(it: Counted) -> bool:
