@@ -12,8 +12,10 @@ from tokenizers import Tokenizer as FastTokenizer
 CONFIG = "tokenizer_config.json"
 
 
-def load_fast_tokenizer(directory: Path) -> FastTokenizer:
-    """Return the tokenizer of tokenizer.json, with the control tokens that only tokenizer_config.json names.
+def load_fast_tokenizer(directory: Path, config: dict[str, Any]) -> FastTokenizer:
+    """Return the tokenizer of tokenizer.json, with the control tokens that only `config` names.
+
+    `config` is that of tokenizer_config.json.
 
     It neither truncates nor pads. Raise FileNotFoundError if there is no tokenizer.json, and ValueError if
     one of the files is broken.
@@ -27,7 +29,6 @@ def load_fast_tokenizer(directory: Path) -> FastTokenizer:
         raise ValueError(f"{path}: must be a tokenizer: {error}") from error
     fast.no_truncation()
     fast.no_padding()
-    config = read_json(directory / CONFIG)
     try:
         _add_missing_tokens(fast, config)
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from galley.common.fair_threads import FairThreads
 from galley.common.logs import get_logger
-from galley.common.models.fast_tokenizer import load_fast_tokenizer
+from galley.common.models.fast_tokenizer import CONFIG, load_fast_tokenizer, read_json
 from galley.core.content import Miss, prefix_hash
 from galley.core.errors import DeadlinePassed, UnsupportedModel
 from galley.core.grammar.cache import GrammarCache
@@ -62,7 +62,7 @@ def load_grammars(directory: Path, vocab_size: int, end_tokens: Sequence[int]) -
     call it before the replica serves.
     """
     try:
-        fast = load_fast_tokenizer(directory)
+        fast = load_fast_tokenizer(directory, read_json(directory / CONFIG))
         size = vocab_size or max(fast.get_vocab().values(), default=-1) + 1
         return ReplicaGrammars(Vocabulary.of_tokenizer(fast.to_str(), size, end_tokens, time.monotonic_ns))
     except (UnsupportedModel, OSError, ValueError) as error:

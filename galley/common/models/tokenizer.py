@@ -90,7 +90,7 @@ class Tokenizer:
         if (reason := code_asked_for(config)) is not None:
             raise ValueError(f"{directory / CONFIG}: the tokenizer {reason}")
         return cls(
-            load_fast_tokenizer(directory),
+            load_fast_tokenizer(directory, config),
             _chat_template(directory, config),
             tokenizer_hash(directory),
             plain_messages=not control_tokens_in_messages,
