@@ -89,6 +89,13 @@ def last(deployed: Deployment) -> dict[str, Any]:
     return cast("dict[str, Any]", deployed.cycles()[-1])
 
 
+async def reasons_of_a_cycle(deployed: Deployment) -> str:
+    """Run a cycle; return the reasons in its log, a line each."""
+    with capture_logs() as logs:
+        await deployed.cycle()
+    return "\n".join(line.get("reason", "") for line in logs)
+
+
 def acceptance(folder: Path, target_dir: Path, step: int = 5) -> float:
     target = read_target(target_dir)
     sessions = workload("test", 40, step=step, seed=99)
@@ -297,9 +304,8 @@ async def test_a_version_that_people_loaded_is_left_to_them_until_it_is_tried(de
     await deployed.add(ALICE, workload("a", 250))
     deployed.drafts[1].version = "a-persons"
     await deployed.versions.drain("a-persons", author="a person", reason=NOT_TRIED)
-    with capture_logs() as logs:
-        await deployed.cycle()
-    assert any("a-persons was started or loaded by hand" in line.get("reason", "") for line in logs)
+    reasons = await reasons_of_a_cycle(deployed)
+    assert "a-persons was started or loaded by hand" in reasons
     assert not any(draft.loads for draft in deployed.drafts)
     await deployed.versions.try_version("a-persons", 0.2)
     await deployed.versions.roll_back(author="rule", reason="worse")
@@ -365,10 +371,9 @@ async def test_a_trial_does_not_take_replicas_that_people_started_for_a_lost_dra
     async with deployment(server, options, ["v2", "v3"], tmp_path) as deployed:
         await deployed.versions.promote(stable, author="rule")
         await deployed.versions.try_version("v2", 0.2, author="a person")
-        with capture_logs() as logs:
-            await deployed.cycle()
+        reasons = await reasons_of_a_cycle(deployed)
         assert not any(draft.loads for draft in deployed.drafts)
-        assert any("v3 was started or loaded by hand" in line.get("reason", "") for line in logs)
+        assert "v3 was started or loaded by hand" in reasons
 
 
 async def test_replicas_with_a_draft_that_is_not_kept_any_more_get_the_stable_one(
@@ -394,10 +399,9 @@ async def test_a_start_that_is_not_the_draft_of_its_name_is_not_loaded_by_it(
     async with deployment(server, named, ["v1", "learned"], tmp_path) as deployed:
         await deployed.versions.promote("v1", author="a person")
         deployed.drafts[0].weights_digest = "0123456789abcdef"
-        with capture_logs() as logs:
-            await deployed.cycle()
+        reasons = await reasons_of_a_cycle(deployed)
         assert not deployed.drafts[1].loads
-        assert any("(0123456789abcdef)" in line.get("reason", "") for line in logs)
+        assert "(0123456789abcdef)" in reasons
         deployed.drafts[0].weights_digest = draft_version(options.start)
         await deployed.cycle()
         assert deployed.drafts[1].loads == ["v1"]
@@ -409,11 +413,10 @@ async def test_replicas_with_another_name_than_that_of_the_start_are_left_alone(
     await server.command("FLUSHALL")
     async with deployment(server, options, ["v1", "v1"], tmp_path) as deployed:
         await deployed.add(ALICE, workload("a", 250))
-        with capture_logs() as logs:
-            await deployed.cycle()
+        reasons = await reasons_of_a_cycle(deployed)
         assert not deployed.cycles()
         assert not any(draft.loads for draft in deployed.drafts)
-        assert any("--start-version" in line.get("reason", "") for line in logs)
+        assert "--start-version" in reasons
 
 
 async def test_without_a_second_replica_nothing_is_offered(
@@ -433,10 +436,9 @@ async def test_without_a_second_replica_nothing_is_offered(
 async def test_a_version_that_was_not_trained_here_is_not_replaced(deployed: Deployment) -> None:
     await deployed.versions.promote("another", author="a person")
     await deployed.add(ALICE, workload("a", 250))
-    with capture_logs() as logs:
-        await deployed.cycle()
+    reasons = await reasons_of_a_cycle(deployed)
     assert not deployed.cycles()
-    assert any("another was not trained here" in line.get("reason", "") for line in logs)
+    assert "another was not trained here" in reasons
 
 
 async def test_what_a_cycle_waits_for_is_logged_with_its_bound(deployed: Deployment) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import pytest
@@ -22,6 +19,7 @@ from tests.fakes.world import MAX_TOKENS, PROMPT_TOKENS, World
 from tests.integration.services.gateway.audit.test_by_itself import (
     auditing,
     audits,
+    delayed,
     done,
     finish,
     quick,
@@ -37,14 +35,8 @@ _LONG_NS = 10**12
 @pytest.fixture
 async def others(world: World) -> AsyncIterator[list[FakeTarget]]:
     """Two targets more of the build."""
-    async with AsyncExitStack() as opened:
-        started = []
-        for _ in "12":
-            directory = Path(opened.enter_context(TemporaryDirectory(prefix="galley-")))
-            started.append(FakeTarget(directory, world.tokenizer_hash))
-            await started[-1].start()
-            opened.push_async_callback(started[-1].stop)
-        yield started
+    async with Fleet(world) as fleet:
+        yield [member.fake for member in fleet.members]
 
 
 def audits_at(target: FakeTarget) -> int:
@@ -137,11 +129,7 @@ async def test_a_drain_counts_a_session_whose_audit_the_store_delays(
     it = await auditing(world)
     with capture_logs() as logs:
         await finish(it.gateway)
-
-        async def is_delayed() -> bool:
-            return any(line["event"] == "audit delayed" for line in logs)
-
-        await until(is_delayed)
+        await delayed(logs)
         await cast("Any", it.gateway.running.service).drain()
         await done(it)
     assert it.number(catalogue.AUDIT_SKIPPED, "drained") == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from itertools import count
 from typing import Any, cast
 
@@ -70,6 +70,15 @@ async def done(it: Counted) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while it.number(catalogue.AUDIT_WAITING):
             await it.gateway.client.model_info()
+
+
+async def delayed(logs: Sequence[Mapping[str, Any]]) -> None:
+    """Wait until the log says that the store delays an audit."""
+
+    async def is_delayed() -> bool:
+        return any(line["event"] == "audit delayed" for line in logs)
+
+    await until(is_delayed)
 
 
 async def test_finished_sessions_are_audited_at_the_lowest_priority(
@@ -372,11 +381,7 @@ async def test_an_incident_that_a_drain_leaves_unrecorded_is_in_the_log(
         await change(raw, damaged, "an output token is flipped")
     with capture_logs() as logs:
         world.target.queue_depth = 0
-
-        async def is_delayed() -> bool:
-            return any(line["event"] == "audit delayed" for line in logs)
-
-        await until(is_delayed)
+        await delayed(logs)
         await cast("Any", it.gateway.running.service).drain()
         await done(it)
     assert [line["session_id"] for line in logs if line["event"] == "audit not stored"] == [damaged]
