@@ -115,7 +115,7 @@ VERDICT = Label(
 SKIPPED = Label(
     "reason",
     "`expired`: the session was no longer stored when a target had time; `backlog`: too many waited; `long`: "
-    "the audit ended after its most computing time; `failed`: by an error; `drained`: the gateway shut down",
+    "the audit reached its limit of computing time; `failed`: by an error; `drained`: the gateway shut down",
     values=("expired", "backlog", "long", "failed", "drained"),
 )
 DRAFT_VERSION = Label(

@@ -43,7 +43,7 @@ class TextStream:
         self._window = list(prompt[-_CONTEXT_TOKENS:])
         self._settled = len(self._window)
         self._unfinished = 0
-        """Characters that the tokens behind those read as: one that is unfinished is U+FFFD."""
+        """Length of the text of tokens that are not settled, with U+FFFD for an unfinished character."""
 
     @property
     def held_length(self) -> int:
