@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +24,9 @@ from galley.engine.model import CausalModel, probe_logits
 ENGINE_REVISION = 3
 _DIGEST_BYTES = 8
 _WEIGHTS_DIGEST_BYTES = 16
-_BUILD_FILES = ("*.safetensors", "config.json")
+_WEIGHTS_FILES = ("*.safetensors", "config.json")
+_MASK_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+"""Files that tell what the tokens are and which ones end an answer: the masks of grammars depend on them."""
 
 
 class Build(NamedTuple):
@@ -42,14 +44,19 @@ def build_of(model: CausalModel) -> Build:
 
 def hash_build(facts: Mapping[str, object], directory: Path, probe: bytes) -> Build:
     """Return the build of the model in `directory` by `facts` of its engine and what a probe computed."""
-    files = sorted(path for pattern in _BUILD_FILES for path in directory.glob(pattern))
-    weights = {path.name: file_digest(path) for path in files}
+    weights = _digests(directory, _WEIGHTS_FILES)
     listed = json.dumps(weights, sort_keys=True).encode()
-    masks = {"llguidance": version("llguidance")}
+    masks = {"llguidance": version("llguidance"), "mask_files": _digests(directory, _MASK_FILES)}
     build = json.dumps({"weights": weights, **masks, **facts}, sort_keys=True).encode()
     fingerprint = blake2b(build, digest_size=_DIGEST_BYTES)
     fingerprint.update(probe)
     return Build(fingerprint.hexdigest(), blake2b(listed, digest_size=_WEIGHTS_DIGEST_BYTES).hexdigest())
+
+
+def _digests(directory: Path, patterns: Sequence[str]) -> dict[str, str]:
+    """Return the digest of each file there is, by its name."""
+    files = sorted(path for pattern in patterns for path in directory.glob(pattern))
+    return {path.name: file_digest(path) for path in files}
 
 
 def _facts(model: CausalModel) -> dict[str, object]:

@@ -11,7 +11,7 @@ import transformers
 
 from galley.core.errors import Broken
 from galley.engine.cpu import packing
-from galley.engine.fingerprint import build_of
+from galley.engine.fingerprint import build_of, hash_build
 from galley.engine.model import MAX_ROWS, CausalModel, Rows
 from tests.fakes.model_configs import CONFIGS, SMALL, VOCAB, load, tokens_of, whole
 from tests.fakes.truncated_model import truncate_model
@@ -160,6 +160,21 @@ def test_a_build_names_weights_dtype_and_machine(
     model = load(directory)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
     assert build_of(model).fingerprint != name
+
+
+def test_copies_of_a_model_that_name_other_tokens_are_other_builds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The masks of grammars depend on these files, though no logit does."""
+    monkeypatch.setenv("GALLEY_CACHE_DIR", str(tmp_path / "cache"))
+    directory = tmp_path / "model"
+    directory.mkdir()
+    builds = [hash_build({}, directory, b"")]
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (directory / name).write_text("{}", encoding="utf-8")
+        builds.append(hash_build({}, directory, b""))
+    assert len({build.fingerprint for build in builds}) == len(builds)
+    assert len({build.weights_digest for build in builds}) == 1
 
 
 @torch.inference_mode()
