@@ -113,6 +113,8 @@ async def _same_counts(
         plain_ns=ms * rng.randrange(99),
         draft_compute_ns=ms * rng.randrange(99),
     )
+    if rng.random() < 0.5:
+        counts = counts.of_group(rng.choice([0, 15]))
     result = await model.add(name, counts, trial)
     assert await real.add(name, counts, trial) == result, (name, trial)
     return result

@@ -4,7 +4,8 @@ Keys (they share a hash tag, so that a cluster keeps them together):
 
     galley:drafts:{<pool>}                    hash: the state (`galley.core.versions.state`)
     galley:drafts:{<pool>}:counts:<version>   hash: sums over the sessions of a version in its latest trial;
-                                              without a version's name, those of all that no split names
+                                              without a version's name, those of all that no split names.
+                                              NAME@GROUP is the sum NAME of a group of principals
     galley:drafts:{<pool>}:history            list: the changes as JSON, the latest first
 
 A change is a compare-and-set of the state's epoch. It has a latest time on the server's clock, so one that
@@ -24,7 +25,7 @@ from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, RedisCalls, script
 from galley.common.registry.leases import DEFAULT_POOL, DRAFT_POOL, ReplicaRegistry
 from galley.core.errors import Broken, StoreUnavailable
 from galley.core.versions import state as versions
-from galley.core.versions.counts import FIELDS, FLOATS, VersionCounts
+from galley.core.versions.counts import FIELDS, FLOATS, GAIN_FIELDS, VersionCounts
 from galley.core.versions.rule import DEFAULT_TRIAL_TOKENS
 from galley.core.versions.split import MAX_SHARE, Split, SplitBy
 from galley.core.versions.state import Change, VersionEvent, VersionState
@@ -117,12 +118,15 @@ class DraftVersions:
 
         A call whose reply was lost may have added.
         """
-        sums = [
-            ("HINCRBYFLOAT" if name in FLOATS else "HINCRBY", name, repr(value))
-            for name in FIELDS
-            if (value := getattr(counts, name))
+        sums = [(name, name, counts) for name in FIELDS]
+        for group, its in counts.groups.items():
+            sums += [(name, f"{name}@{group}", its) for name in GAIN_FIELDS]
+        flat = [
+            part
+            for name, key, its in sums
+            if (value := getattr(its, name))
+            for part in ("HINCRBYFLOAT" if name in FLOATS else "HINCRBY", key, repr(value))
         ]
-        flat = [part for each in sums for part in each]
         keys = (self._key, self._counts_key(version))
         return await self._calls.run(_ADD, keys, trial, _COUNTS_TTL_S, *flat) == 1
 
@@ -260,15 +264,16 @@ def _split_by(text: str) -> SplitBy:
 
 def _counts(values: dict[str, bytes]) -> VersionCounts:
     """Decode counts. Raise Broken if they cannot be read."""
+    sums: dict[str, dict[str, Any]] = {"": {}}
     try:
-        sums: dict[str, Any] = {
-            name: float(value) if name in FLOATS else int(value)
-            for name, value in values.items()
-            if name in FIELDS
-        }
+        for key, value in values.items():
+            name, _, group = key.partition("@")
+            if name in FIELDS:
+                sums.setdefault(group, {})[name] = float(value) if name in FLOATS else int(value)
+        groups = {int(group): VersionCounts(**its) for group, its in sums.items() if group}
     except ValueError as error:
         raise Broken(f"the counts of a draft's version cannot be read: {error}") from error
-    return VersionCounts(**sums)
+    return VersionCounts(**sums[""], groups=groups)
 
 
 def _event(item: bytes) -> VersionEvent:

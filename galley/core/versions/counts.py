@@ -8,7 +8,8 @@ two sums over sessions, and its standard error is that of a ratio estimator by t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 
 _MS = 1e6
 
@@ -58,7 +59,8 @@ class VersionCounts:
 
     `accepted` are draft tokens that drafts proposed, and `output_tokens` all that the sessions confirmed.
     `proposals` arrived, `failures` did not. `plain_ns` is an estimate of what plain decoding would have taken
-    for the rounds of `round_ns`. Squares of times are in ms².
+    for the rounds of `round_ns`. Squares of times are in ms². `groups` has the sums of `GAIN_FIELDS` by group
+    of principals (`split.group_of`); sessions of gateways of earlier versions are in none.
     """
 
     sessions: int = 0
@@ -80,9 +82,19 @@ class VersionCounts:
     plain_round: float = 0.0
     draft_sq: float = 0.0
     draft_output: float = 0.0
+    groups: Mapping[int, VersionCounts] = field(default_factory=dict, hash=False)
 
     def __add__(self, other: VersionCounts) -> VersionCounts:
-        return VersionCounts(*(getattr(self, name) + getattr(other, name) for name in FIELDS))
+        groups = dict(self.groups)
+        for group, counts in other.groups.items():
+            groups[group] = groups.get(group, VersionCounts()) + counts
+        sums = {name: getattr(self, name) + getattr(other, name) for name in FIELDS}
+        return VersionCounts(**sums, groups=groups)
+
+    def of_group(self, group: int) -> VersionCounts:
+        """Return these counts as those of a group of principals."""
+        sums = {name: getattr(self, name) for name in GAIN_FIELDS}
+        return replace(self, groups={group: VersionCounts(**sums)})
 
     @property
     def gain(self) -> Estimate:
@@ -122,8 +134,10 @@ class VersionCounts:
         return Estimate(ratio, math.sqrt(residual * n / (n - 1)) / x, n)
 
 
-FIELDS = tuple(field.name for field in fields(VersionCounts))
-FLOATS = frozenset(field.name for field in fields(VersionCounts) if field.type == "float")
+FIELDS = tuple(each.name for each in fields(VersionCounts) if each.name != "groups")
+FLOATS = frozenset(each.name for each in fields(VersionCounts) if each.type == "float")
+GAIN_FIELDS = ("sessions", "output_tokens", "accepted", "output_sq", "accepted_sq", "accepted_output")
+"""The sums that `VersionCounts.gain` is of."""
 
 
 def session_counts(

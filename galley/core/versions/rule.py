@@ -8,6 +8,9 @@ Sessions are drawn for the canary, whatever draft then serves them, so both arms
 holds for draws of sessions only. Where tenants or workloads are drawn, the arms differ in their traffic: then
 only failures, and an acceptance that is less than half, end a trial. If nearly all of them fall to the
 canary, its failures alone do.
+
+The sums of all sessions are mostly those of the busiest principals. So a canary also goes back if it gains
+clearly less for a group of principals, at z = 4, since there are many groups.
 """
 
 from __future__ import annotations
@@ -35,17 +38,20 @@ class Rule:
     """The bounds of a trial.
 
     The canary can be promoted after `tokens` output tokens, and after `draw` times as many without a decision
-    it is rolled back. Nothing is decided before each arm has `min_sessions`. `failure_margin` is the share of
-    failed requests, and `speed_margin` the part of the stable versions' speed-up, by which a canary may be
-    worse.
+    it is rolled back. Nothing is decided before each arm has `min_sessions`. `z` is of comparisons over all
+    sessions, `group_z` of those within a group of principals. `failure_margin` is the share of failed
+    requests, `speed_margin` the part of the stable versions' speed-up, and `group_margin` the share of the
+    output tokens of a group, by which a canary may be worse.
     """
 
     tokens: int = DEFAULT_TRIAL_TOKENS
     z: float = 3.0
+    group_z: float = 4.0
     min_sessions: int = 8
     draw: int = 10
     failure_margin: float = 0.02
     speed_margin: float = 0.02
+    group_margin: float = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +73,16 @@ def decide(split: Split, stable: VersionCounts, canary: VersionCounts, rule: Rul
         return _roll_back(f"more failures: {_compared(canary.failure_rate, stable.failure_rate)}")
     if split.by != "session":
         return _decide_unlike(split, stable, canary, rule, gains)
+    return _decide_alike(stable, canary, rule, gains)
+
+
+def _decide_alike(stable: VersionCounts, canary: VersionCounts, rule: Rule, gains: str) -> Decision:
+    """Decide between arms of the same traffic."""
     gain_low, gain_high = difference(canary.gain, stable.gain).interval(rule.z)
     if gain_high < 0:
         return _roll_back(f"worse: {gains}")
+    if worse := _worse_of_group(stable, canary, rule):
+        return _roll_back(f"worse for some principals: gain {worse}")
     speed_high = difference(canary.speed_up, stable.speed_up).interval(rule.z)[1]
     if speed_high < -rule.speed_margin * stable.speed_up.value:
         return _roll_back(f"slower: speed-up {_compared(canary.speed_up, stable.speed_up)}; {gains}")
@@ -80,6 +93,17 @@ def decide(split: Split, stable: VersionCounts, canary: VersionCounts, rule: Rul
     if canary.output_tokens >= rule.draw * rule.tokens:
         return _roll_back(f"no gain after {canary.output_tokens} tokens: {gains}", Outcome.NO_GAIN)
     return Decision(Outcome.KEEP, f"undecided after {canary.output_tokens} tokens; {gains}")
+
+
+def _worse_of_group(stable: VersionCounts, canary: VersionCounts, rule: Rule) -> str:
+    """Return the gains of a group of principals for whom the canary is clearly worse, empty if none is."""
+    for group, its in canary.groups.items():
+        beside = stable.groups.get(group, VersionCounts())
+        if min(its.sessions, beside.sessions) < rule.min_sessions:
+            continue
+        if difference(its.gain, beside.gain).interval(rule.group_z)[1] < -rule.group_margin:
+            return _compared(its.gain, beside.gain)
+    return ""
 
 
 def _fails(canary: VersionCounts, rule: Rule) -> bool:

@@ -13,7 +13,15 @@ ARMS: tuple[Arm, ...] = ("stable", "canary", "other", "drained")
 MAX_SHARE = 0.5
 """Largest share of sessions that a canary gets."""
 
+GROUPS = 16
+"""Groups of principals whose gains are compared apart."""
+
 _PARTS = 1 << 32
+
+
+def group_of(tenant_salt: bytes) -> int:
+    """Return the group of a principal, from 0 to `GROUPS` - 1; all gateways of a deployment agree."""
+    return blake2b(tenant_salt, digest_size=1, person=b"galley.group").digest()[0] % GROUPS
 
 
 @dataclass(frozen=True, slots=True)

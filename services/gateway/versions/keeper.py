@@ -120,7 +120,7 @@ class VersionKeeper:
         request_observer().event(
             names.DRAFT_ASSIGNED, {names.DRAFT_VERSION: version, names.IS_CANARY: version == canary}
         )
-        return SessionTally(draft, partial(self._count, version, self.state.trial))
+        return SessionTally(draft, spec.tenant_salt, partial(self._count, version, self.state.trial))
 
     async def turn(self) -> None:
         """Follow the store once: take over its state, give it counts, begin or end a trial if it is due."""

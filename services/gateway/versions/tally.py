@@ -8,6 +8,7 @@ from galley.core.names import LOCAL_SOURCES
 from galley.core.session.events import RoundEnded
 from galley.core.session.round import SpeculationStats, plain_ns
 from galley.core.versions.counts import VersionCounts, session_counts
+from galley.core.versions.split import group_of
 from services.gateway.replicas.draft_session import DraftSession
 
 
@@ -18,8 +19,11 @@ class SessionTally:
     read the prompt have no time, as in the live speed-up.
     """
 
-    def __init__(self, draft: DraftSession, report: Callable[[VersionCounts], None]) -> None:
+    def __init__(
+        self, draft: DraftSession, tenant_salt: bytes, report: Callable[[VersionCounts], None]
+    ) -> None:
         self._draft = draft
+        self._group = group_of(tenant_salt)
         self._report = report
         self._output = self._accepted = 0
         self._round_ns = self._plain_ns = self._draft_ns = 0
@@ -46,4 +50,4 @@ class SessionTally:
             plain_ns=self._plain_ns,
             draft_compute_ns=self._draft_ns,
         )
-        self._report(counts)
+        self._report(counts.of_group(self._group))

@@ -31,7 +31,7 @@ COUNTS = session_counts(
     round_ns=5_123_456_789,
     plain_ns=7_000_000_001,
     draft_compute_ns=987_654,
-)
+).of_group(3)
 
 
 @pytest.fixture
@@ -136,13 +136,16 @@ async def test_counts_add_up_exactly(drafts: DraftVersions) -> None:
     for _ in range(3):
         assert await drafts.add("new", COUNTS, trial)
     assert await drafts.add("", COUNTS + COUNTS, trial)
+    other = session_counts(output_tokens=7, accepted=0).of_group(15)
+    assert await drafts.add("", other, trial)
 
     counts = await drafts.counts()
     assert counts["new"].gain.value == pytest.approx(0.41)
     assert counts["new"].sessions == 3
     assert counts["new"].round_ns == 3 * 5_123_456_789
     assert counts["new"].round_sq == pytest.approx(3 * 5_123.456789**2)
-    assert counts[""].output_tokens == 200
+    assert counts[""].output_tokens == 207
+    assert counts[""].groups == {3: (COUNTS + COUNTS).groups[3], 15: other.groups[15]}
     assert await drafts.counts(["new"]) == {"new": counts["new"]}
 
 
@@ -206,7 +209,7 @@ async def test_a_state_that_cannot_be_read_says_so(
         await drafts.read()
 
 
-@pytest.mark.parametrize(("name", "value"), [("sessions", "many"), ("round_sq", "moon")])
+@pytest.mark.parametrize(("name", "value"), [("sessions", "many"), ("round_sq", "moon"), ("sessions@a", "2")])
 async def test_counts_that_cannot_be_read_say_so(
     drafts: DraftVersions, server: Server | Cluster, name: str, value: str
 ) -> None:

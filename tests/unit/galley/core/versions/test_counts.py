@@ -40,6 +40,18 @@ def test_every_ratio_has_its_own_sums() -> None:
         assert ratio.error == pytest.approx(0, abs=1e-9)
 
 
+def test_the_gain_of_each_group_of_principals_has_its_own_sums() -> None:
+    counts = session_counts(output_tokens=100, accepted=20, failures=1).of_group(3)
+    counts += session_counts(output_tokens=300, accepted=240).of_group(3)
+    counts += session_counts(output_tokens=50, accepted=1).of_group(0)
+    counts += session_counts(output_tokens=50, accepted=1)
+
+    assert counts.sessions == 4
+    assert {group: its.sessions for group, its in counts.groups.items()} == {3: 2, 0: 1}
+    gain = counts.groups[3].gain
+    assert (gain.value, gain.error, gain.sessions) == pytest.approx((260 / 400, 0.225, 2))
+
+
 def test_the_error_is_that_of_repeated_samples() -> None:
     chance = random.Random(12)
     samples = [sessions(chance, 40, failures=0.1) for _ in range(300)]

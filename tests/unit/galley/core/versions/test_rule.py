@@ -8,7 +8,7 @@ import pytest
 
 from galley.core.versions.counts import VersionCounts, session_counts
 from galley.core.versions.rule import Outcome, Rule, decide
-from galley.core.versions.split import Split, SplitBy
+from galley.core.versions.split import GROUPS, Split, SplitBy
 from tests.unit.galley.core.versions.sessions import sessions
 
 SPLIT = Split(canary="new", share=0.1)
@@ -112,6 +112,30 @@ def test_a_version_that_is_a_little_slower_is_not_promoted() -> None:
     slower = sessions(chance, 2_000, gain=0.55, speed_up=1.485)  # by one part in a hundred
 
     assert decide(SPLIT, stable, slower, Rule(tokens=5_000, draw=1_000)).outcome is Outcome.KEEP
+
+
+def test_a_version_that_is_worse_for_some_principals_goes_back() -> None:
+    chance = random.Random(9)
+    stable, canary = sessions(chance, 900).of_group(1), sessions(chance, 90, gain=0.7).of_group(1)
+    assert decide(SPLIT, stable, canary, RULE).outcome is Outcome.PROMOTE
+
+    stable += sessions(chance, 200, gain=0.6).of_group(2)
+    decision = decide(SPLIT, stable, canary + sessions(chance, 15, gain=0.2).of_group(2), RULE)
+    assert decision.outcome is Outcome.ROLL_BACK
+    assert "for some principals" in decision.reason
+    # A few sessions are no reason, nor is a small loss.
+    for few in (sessions(chance, 7, gain=0.2).of_group(2), sessions(chance, 2_000, gain=0.59).of_group(2)):
+        assert decide(SPLIT, stable, canary + few, RULE).outcome is Outcome.PROMOTE
+
+
+def test_many_groups_of_principals_seldom_end_a_trial_by_chance() -> None:
+    for seed in range(3):
+        chance, stable, canary = random.Random(seed), VersionCounts(), VersionCounts()
+        for number in range(600):
+            stable += sessions(chance, 5).of_group(number % GROUPS)
+            canary += sessions(chance, 1, gain=0.55).of_group(number % GROUPS)
+            if number % 15 == 0:
+                assert decide(SPLIT, stable, canary, RULE).outcome is not Outcome.ROLL_BACK, (seed, number)
 
 
 @pytest.mark.parametrize("by", ["tenant", "workload"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from galley.core.session.events import RoundEnded, SourceTokens, Timing, Verifie
 from galley.core.session.round import SpeculationStats
 from galley.core.versions import state as versions
 from galley.core.versions.counts import VersionCounts, session_counts
-from galley.core.versions.split import Split
+from galley.core.versions.split import Split, group_of
 from galley.core.versions.state import VersionEvent, VersionState
 from services.gateway.clock import MonotonicClock
 from services.gateway.replicas.draft_session import DraftSession
@@ -91,11 +92,11 @@ def _round(*, accepted: int = 3, local: int = 0, reads_prompt: bool = False) -> 
     )
 
 
-def _sessions(keeper: VersionKeeper, drafts: DraftPool, number: int) -> list[bool]:
+def _sessions(keeper: VersionKeeper, drafts: DraftPool, number: int, salt: bytes = b"") -> list[bool]:
     """Run sessions of one round; return which of them were given to the canary."""
     given = []
     for index in range(number):
-        spec = replace(SPEC, session_id=f"session-{index}", k=4)
+        spec = replace(SPEC, session_id=f"session-{index}", k=4, tenant_salt=salt)
         tally = keeper.tally(spec, DraftSession(drafts))
         if tally is not None:
             tally.add(_round())
@@ -127,6 +128,21 @@ async def test_a_session_counts_for_the_version_that_it_is_given(
     assert sum(given) / 400 == pytest.approx(SHARE, abs=4 * (0.21 / 400) ** 0.5)
 
 
+async def test_a_session_counts_in_the_group_of_its_principal(
+    keeper: VersionKeeper, store: MemoryVersions, drafts: ServedDrafts
+) -> None:
+    salts = [bytes([first]) * 16 for first in range(5)]
+    counted: Counter[int] = Counter()
+    await _begin(store, keeper)
+    for count, salt in enumerate(salts, 1):
+        _sessions(keeper, drafts, count, salt)
+        counted[group_of(salt)] += count
+    await keeper.turn()
+
+    both = store.sums[""] + store.sums["new"]
+    assert {group: its.sessions for group, its in both.groups.items()} == counted
+
+
 async def test_a_session_that_requests_no_drafts_does_not_count(
     keeper: VersionKeeper, store: MemoryVersions, drafts: ServedDrafts
 ) -> None:
@@ -139,7 +155,7 @@ async def test_a_session_that_requests_no_drafts_does_not_count(
 async def test_the_counts_of_a_session_are_those_of_its_rounds() -> None:
     reported: list[VersionCounts] = []
     draft = DraftSession(ServedDrafts())
-    tally = SessionTally(draft, reported.append)
+    tally = SessionTally(draft, b"salt", reported.append)
     draft.failures = 2
     tally.add(_round(accepted=1, reads_prompt=True))
     tally.add(_round(accepted=3, local=2))
@@ -154,12 +170,12 @@ async def test_the_counts_of_a_session_are_those_of_its_rounds() -> None:
         round_ns=10_000_000,
         plain_ns=counts.plain_ns,
         draft_compute_ns=1_000_000,
-    )
+    ).of_group(group_of(b"salt"))
     assert counts.plain_ns > counts.round_ns
 
 
 async def test_a_session_without_a_round_counts_for_nothing() -> None:
-    SessionTally(DraftSession(ServedDrafts()), lambda _: pytest.fail("counted")).stop(SpeculationStats())
+    SessionTally(DraftSession(ServedDrafts()), b"", lambda _: pytest.fail("counted")).stop(SpeculationStats())
 
 
 async def test_no_session_counts_while_no_draft_of_the_canary_is_there(
