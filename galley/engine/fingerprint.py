@@ -15,6 +15,8 @@ import numba
 import torch
 import transformers
 
+from galley.common.models.fast_tokenizer import CONFIG, read_json
+from galley.common.models.files import end_token_ids
 from galley.engine.batch import NONE
 from galley.engine.cpu import packing
 from galley.engine.load.support import file_digest
@@ -25,8 +27,6 @@ ENGINE_REVISION = 3
 _DIGEST_BYTES = 8
 _WEIGHTS_DIGEST_BYTES = 16
 _WEIGHTS_FILES = ("*.safetensors", "config.json")
-_MASK_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-"""Files that tell what the tokens are and which ones end an answer: the masks of grammars depend on them."""
 
 
 class Build(NamedTuple):
@@ -46,8 +46,7 @@ def hash_build(facts: Mapping[str, object], directory: Path, probe: bytes) -> Bu
     """Return the build of the model in `directory` by `facts` of its engine and what a probe computed."""
     weights = _digests(directory, _WEIGHTS_FILES)
     listed = json.dumps(weights, sort_keys=True).encode()
-    masks = {"llguidance": version("llguidance"), "mask_files": _digests(directory, _MASK_FILES)}
-    build = json.dumps({"weights": weights, **masks, **facts}, sort_keys=True).encode()
+    build = json.dumps({"weights": weights, **_mask_facts(directory), **facts}, sort_keys=True).encode()
     fingerprint = blake2b(build, digest_size=_DIGEST_BYTES)
     fingerprint.update(probe)
     return Build(fingerprint.hexdigest(), blake2b(listed, digest_size=_WEIGHTS_DIGEST_BYTES).hexdigest())
@@ -57,6 +56,20 @@ def _digests(directory: Path, patterns: Sequence[str]) -> dict[str, str]:
     """Return the digest of each file there is, by its name."""
     files = sorted(path for pattern in patterns for path in directory.glob(pattern))
     return {path.name: file_digest(path) for path in files}
+
+
+def _mask_facts(directory: Path) -> dict[str, object]:
+    """Return what the masks of grammars depend on: what the tokens are, and which ones end an answer."""
+    try:
+        added = read_json(directory / CONFIG).get("added_tokens_decoder")
+    except (OSError, ValueError):
+        added = None  # the replica then compiles no grammar
+    return {
+        "llguidance": version("llguidance"),
+        "tokenizer": _digests(directory, ("tokenizer.json",)),
+        "added_tokens": added,
+        "end_tokens": end_token_ids(directory),
+    }
 
 
 def _facts(model: CausalModel) -> dict[str, object]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import transformers
 
 from galley.core.errors import Broken
 from galley.engine.cpu import packing
-from galley.engine.fingerprint import build_of, hash_build
+from galley.engine.fingerprint import Build, build_of, hash_build
 from galley.engine.model import MAX_ROWS, CausalModel, Rows
 from tests.fakes.model_configs import CONFIGS, SMALL, VOCAB, load, tokens_of, whole
 from tests.fakes.truncated_model import truncate_model
@@ -167,14 +168,23 @@ def test_copies_of_a_model_that_name_other_tokens_are_other_builds(
 ) -> None:
     """The masks of grammars depend on these files, though no logit does."""
     monkeypatch.setenv("GALLEY_CACHE_DIR", str(tmp_path / "cache"))
-    directory = tmp_path / "model"
-    directory.mkdir()
-    builds = [hash_build({}, directory, b"")]
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        (directory / name).write_text("{}", encoding="utf-8")
-        builds.append(hash_build({}, directory, b""))
-    assert len({build.fingerprint for build in builds}) == len(builds)
-    assert len({build.weights_digest for build in builds}) == 1
+
+    def build(name: str, **content: object) -> Build:
+        (tmp_path / name).write_text(json.dumps(content), encoding="utf-8")
+        return hash_build({}, tmp_path, b"")
+
+    added = {"7": {"content": "<mark>", "special": True}}
+    builds = [
+        hash_build({}, tmp_path, b""),
+        build("tokenizer.json", version="1.0"),
+        build("tokenizer_config.json", added_tokens_decoder=added),
+        build("generation_config.json", eos_token_id=2),
+    ]
+    assert len({each.fingerprint for each in builds}) == len(builds)
+    assert len({each.weights_digest for each in builds}) == 1
+    # What only gateways read makes no other build.
+    same = build("tokenizer_config.json", added_tokens_decoder=added, chat_template="{{ messages }}")
+    assert same == build("generation_config.json", eos_token_id=2, temperature=0.6) == builds[-1]
 
 
 @torch.inference_mode()
