@@ -10,7 +10,8 @@ only failures, and an acceptance that is less than half, end a trial. If nearly 
 canary, its failures alone do.
 
 The sums of all sessions are mostly those of the busiest principals. So a canary also goes back if it gains
-clearly less for a group of principals, at z = 4, since there are many groups.
+clearly less for a group of principals, at z = 4, since there are many groups. At z = 1 it is not promoted
+yet.
 """
 
 from __future__ import annotations
@@ -39,14 +40,16 @@ class Rule:
 
     The canary can be promoted after `tokens` output tokens, and after `draw` times as many without a decision
     it is rolled back. Nothing is decided before each arm has `min_sessions`. `z` is of comparisons over all
-    sessions, `group_z` of those within a group of principals. `failure_margin` is the share of failed
-    requests, `speed_margin` the part of the stable versions' speed-up, and `group_margin` the share of the
-    output tokens of a group, by which a canary may be worse.
+    sessions. Those within a group of principals end a trial by `group_z`, and put a promotion off by
+    `doubt_z`. `failure_margin` is the share of failed requests, `speed_margin` the part of the stable
+    versions' speed-up, and `group_margin` the share of the output tokens of a group, by which a canary may be
+    worse.
     """
 
     tokens: int = DEFAULT_TRIAL_TOKENS
     z: float = 3.0
     group_z: float = 4.0
+    doubt_z: float = 1.0
     min_sessions: int = 8
     draw: int = 10
     failure_margin: float = 0.02
@@ -81,28 +84,33 @@ def _decide_alike(stable: VersionCounts, canary: VersionCounts, rule: Rule, gain
     gain_low, gain_high = difference(canary.gain, stable.gain).interval(rule.z)
     if gain_high < 0:
         return _roll_back(f"worse: {gains}")
-    if worse := _worse_of_group(stable, canary, rule):
+    if worse := _worse_of_group(stable, canary, rule, rule.group_z, rule.min_sessions):
         return _roll_back(f"worse for some principals: gain {worse}")
     speed_high = difference(canary.speed_up, stable.speed_up).interval(rule.z)[1]
     if speed_high < -rule.speed_margin * stable.speed_up.value:
         return _roll_back(f"slower: speed-up {_compared(canary.speed_up, stable.speed_up)}; {gains}")
     if canary.output_tokens < rule.tokens:
         return Decision(Outcome.KEEP, f"{canary.output_tokens} of {rule.tokens} tokens; {gains}")
+    is_long = canary.output_tokens >= rule.draw * rule.tokens
     if gain_low > 0 and speed_high >= 0:
+        if not is_long and (worse := _worse_of_group(stable, canary, rule, rule.doubt_z, 2)):
+            return Decision(Outcome.KEEP, f"better, but perhaps worse for some principals: gain {worse}")
         return Decision(Outcome.PROMOTE, f"better: {gains}")
-    if canary.output_tokens >= rule.draw * rule.tokens:
+    if is_long:
         return _roll_back(f"no gain after {canary.output_tokens} tokens: {gains}", Outcome.NO_GAIN)
     return Decision(Outcome.KEEP, f"undecided after {canary.output_tokens} tokens; {gains}")
 
 
-def _worse_of_group(stable: VersionCounts, canary: VersionCounts, rule: Rule) -> str:
-    """Return the gains of a group of principals for whom the canary is clearly worse, empty if none is."""
+def _worse_of_group(
+    stable: VersionCounts, canary: VersionCounts, rule: Rule, z: float, fewest_sessions: int
+) -> str:
+    """Return the gains of a group of principals for whom the canary is worse at `z`, empty if none is."""
     for group, its in canary.groups.items():
         beside = stable.groups.get(group, VersionCounts())
-        if min(its.sessions, beside.sessions) < rule.min_sessions:
+        if min(its.sessions, beside.sessions) < fewest_sessions:
             continue
-        if difference(its.gain, beside.gain).interval(rule.group_z)[1] < -rule.group_margin:
-            return _compared(its.gain, beside.gain)
+        if difference(its.gain, beside.gain).interval(z)[1] < -rule.group_margin:
+            return f"{_compared(its.gain, beside.gain)} in group {group}"
     return ""
 
 

@@ -20,7 +20,7 @@ _PARTS = 1 << 32
 
 
 def group_of(tenant_salt: bytes) -> int:
-    """Return the group of a principal, from 0 to `GROUPS` - 1; all gateways of a deployment agree."""
+    """Return the group of a principal, from 0 to `GROUPS` - 1, the same wherever its salt is."""
     return blake2b(tenant_salt, digest_size=1, person=b"galley.group").digest()[0] % GROUPS
 
 
