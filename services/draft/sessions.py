@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Container, Iterator
 
 from galley.core.content import SessionKey
-from galley.core.errors import Overloaded
+from galley.core.errors import InvalidField, Overloaded
 from services.draft.strategies.base import DraftSession
 
 _RETRY_AFTER_S = 1.0
@@ -28,8 +28,12 @@ class SessionTable:
     def admit(self, key: SessionKey, tokens: int, busy: Container[SessionKey]) -> DraftSession:
         """Return the session, new or not, with room for `tokens`; evict idle ones that are not `busy`.
 
-        Raise Overloaded, having changed nothing, if that does not make room.
+        Raise Overloaded, having changed nothing, if that does not make room; InvalidField if nothing could.
         """
+        if tokens > self._max_tokens:
+            raise InvalidField(
+                "slice.tokens", f"must be <= {self._max_tokens} (--max-kv-tokens), got {tokens}"
+            )
         session = self._sessions.get(key)
         more_tokens = tokens - (session.room if session else 0)
         for victim in list(self._victims(key, session is None, more_tokens, busy)):

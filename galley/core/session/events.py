@@ -106,7 +106,7 @@ class Failed:
     If `retryable`, the same replica may serve it later. With `elsewhere`, it can be repeated at once, at a
     replica that has not failed this session. If `late`, the replica was silent: it has failed since it got
     the request, not just now. A `refusal` is the error of the session's caller, or of the gateway: no replica
-    could serve it.
+    could serve it. Of a draft, it only says that this one takes no such session.
     """
 
     request_id: int

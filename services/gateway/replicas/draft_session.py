@@ -160,7 +160,10 @@ class DraftSession:
                 breaker.record_cancelled(attempt)
             raise
         if isinstance(response, ev.Failed):
-            self._drafts.failed(draft, breaker, attempt)
+            if response.refusal is None:
+                self._drafts.failed(draft, breaker, attempt)
+            else:  # it serves other sessions
+                breaker.record_cancelled(attempt)
             self._leave(draft, spec, MOVE_FAILED)
             if draft.client.replica is None:
                 self._drafts.start_refresh()

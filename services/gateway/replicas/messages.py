@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 import grpc
@@ -179,7 +180,12 @@ def propose_event(
     request: ev.Propose, answer: pb.ProposeAnswer, info: pb.GetDraftInfoResponse
 ) -> ProposeEvent:
     if answer.WhichOneof("outcome") != "result":
-        return _other_event(request.request_id, answer)
+        other = _other_event(request.request_id, answer)
+        if (
+            isinstance(other, ev.Failed) and answer.status.code == _INVALID
+        ):  # the draft does not take such a session
+            return replace(other, refusal=InvalidField(*_parted(answer.status.message)))
+        return other
     result = answer.result
     strategy = request.strategy or info.default_strategy
     return ev.Proposed(
@@ -253,6 +259,12 @@ def _other_event(request_id: int, answer: pb.VerifyAnswer | pb.ProposeAnswer) ->
 
 def _refusal(status: pb.ItemStatus) -> InvalidField | None:
     """Return the error of a grammar that led nowhere, the only fault of a caller that a replica finds."""
-    field, _, problem = status.message.partition(": ")
+    field, problem = _parted(status.message)
     is_grammar = status.code == _INVALID and field.split(".")[0] == GRAMMAR_FIELD
     return InvalidField(field, problem) if is_grammar else None
+
+
+def _parted(message: str) -> tuple[str, str]:
+    """Return the field and the problem that the message of an InvalidField names."""
+    field, _, problem = message.partition(": ")
+    return field, problem

@@ -161,6 +161,16 @@ async def test_too_many_waiting_are_refused(tiny: Path) -> None:
     assert served == {"a", "b"}
 
 
+async def test_a_session_beyond_all_memory_is_the_callers_fault(tiny: Path) -> None:
+    """A retry would not help, and another draft of the pool has no more."""
+    async with gating(tiny, max_tokens=len(PROMPTS["a"])) as (gated, stream, _):
+        gated.open()
+        await stream.send(item(PROMPTS["a"], 1, "a"))
+        refused = await stream.next()
+    assert status(refused) == grpc.StatusCode.INVALID_ARGUMENT
+    assert "--max-kv-tokens" in refused.status.message
+
+
 class Panic(BaseException):
     """As pyo3 raises where a library panics."""
 

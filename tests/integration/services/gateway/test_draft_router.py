@@ -374,6 +374,19 @@ async def test_a_failing_draft_gets_one_probe_at_a_time(here: Here) -> None:
         must_be_right(await here.ask(session))
 
 
+async def test_a_draft_that_does_not_take_a_session_serves_others(here: Here) -> None:
+    def refuse_some(item: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:
+        if item.slice.session_id == "odd":
+            answer.status.code = grpc.StatusCode.INVALID_ARGUMENT.value[0]
+            answer.status.message = "slice.sampling.logit_bias: must be below 128, got 130"
+
+    for draft in here.fleet.members:
+        draft.fake.corrupt = refuse_some
+    for _ in range(2 * FAILURES):
+        assert isinstance(await here.ask(DraftSession(here.drafts), named("odd")), ev.Failed)
+    must_be_right(await here.ask(DraftSession(here.drafts)))
+
+
 async def test_misses_are_no_failures(here: Here) -> None:
     session = DraftSession(here.drafts)
     must_be_right(await here.ask(session))
