@@ -251,7 +251,9 @@ class Speculation:
         paid_ns = self._probe_ns(_PROBE_TOKENS * self.statistics.share_ns + reading_ns)
         cost_ns = _REQUEST_NS + paid_ns
         in_advance = _PROBES_IN_ADVANCE if self._right_in_a_row >= _PROBE_TOKENS else 0
-        if own.budget_ns + overall.budget_ns + in_advance * cost_ns < cost_ns:
+        # What a long prompt costs beyond that is owed: nothing more can be saved.
+        needed_ns = min(cost_ns, _MAX_BUDGET_NS)
+        if own.budget_ns + overall.budget_ns + in_advance * cost_ns < needed_ns:
             return 0
         from_own = min(max(own.budget_ns, 0.0), cost_ns)
         own.budget_ns -= from_own

@@ -266,6 +266,18 @@ def test_a_workload_with_long_prompts_saves_up_for_its_probe() -> None:
     assert probes[long] == 2
 
 
+def test_a_probe_that_costs_more_than_can_be_saved_leaves_a_debt() -> None:
+    here, workload = priced(read_ns=100_000, share_ns=MS)
+    speculation = auto(8, here)
+    unread = 100_000  # 10 s of the draft
+    while not first(speculation, unread=unread):
+        judge(speculation, 1000)
+        assert workload.budget_ns < 2_000 * MS
+    assert here.for_strategy(spec().strategy).budget_ns < -1_000 * MS
+    judge(speculation, 1000)
+    assert not first(speculation, unread=unread)
+
+
 def test_probes_that_were_right_are_repeated_at_once_but_not_for_long() -> None:
     here, _ = priced(row_ms=9)
     speculation = auto(8, here)
