@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from galley.core.names import LOCAL_SOURCES
+from galley.core.names import LOCAL_SOURCES, LOOKUP
 from galley.core.session.events import RoundEnded
 from galley.core.session.round import SpeculationStats, plain_ns
 from galley.core.versions.counts import VersionCounts, session_counts
 from galley.core.versions.split import group_of
 from services.gateway.replicas.draft_session import DraftSession
+
+_OWN_SOURCES = (*LOCAL_SOURCES, LOOKUP)
 
 
 class SessionTally:
@@ -31,7 +33,7 @@ class SessionTally:
     def add(self, done: RoundEnded) -> None:
         self._output += done.confirmed
         for of in done.sources:
-            if of.source not in LOCAL_SOURCES:
+            if of.source not in _OWN_SOURCES:
                 self._accepted += of.accepted
         self._draft_ns += done.draft.compute_ns
         if not done.reads_prompt:

@@ -15,6 +15,7 @@ from galley.common.metrics import catalogue
 from galley.common.metrics.labels import GATEWAY
 from galley.common.metrics.registry import Registry
 from galley.core.errors import StoreUnavailable
+from galley.core.names import GRAMMAR, LOOKUP
 from galley.core.session.events import RoundEnded, SourceTokens, Timing, Verified
 from galley.core.session.round import SpeculationStats
 from galley.core.versions import state as versions
@@ -72,9 +73,11 @@ async def _begin(store: MemoryVersions, *keepers: VersionKeeper, tokens: int = 1
         await keeper.turn()
 
 
-def _round(*, accepted: int = 3, local: int = 0, reads_prompt: bool = False) -> RoundEnded:
+def _round(
+    *, accepted: int = 3, local: int = 0, own: str = GRAMMAR, reads_prompt: bool = False
+) -> RoundEnded:
     verdict = Verified(1, 0, (), accepted, accepted, 0, "build", timing=Timing(0, 4_000_000))
-    sources = (SourceTokens("model", 4, 4, accepted - local), SourceTokens("grammar", local, local, local))
+    sources = (SourceTokens("model", 4, 4, accepted - local), SourceTokens(own, local, local, local))
     return RoundEnded(
         verdict,
         0,
@@ -159,17 +162,18 @@ async def test_the_counts_of_a_session_are_those_of_its_rounds() -> None:
     draft.failures = 2
     tally.add(_round(accepted=1, reads_prompt=True))
     tally.add(_round(accepted=3, local=2))
+    tally.add(_round(accepted=3, local=3, own=LOOKUP))
     tally.stop(SpeculationStats(proposals=5))
 
     [counts] = reported
     assert counts == session_counts(
-        output_tokens=6,
+        output_tokens=10,
         accepted=2,
         proposals=5,
         failures=2,
-        round_ns=10_000_000,
+        round_ns=20_000_000,
         plain_ns=counts.plain_ns,
-        draft_compute_ns=1_000_000,
+        draft_compute_ns=1_500_000,
     ).of_group(group_of(b"salt"))
     assert counts.plain_ns > counts.round_ns
 
