@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -57,12 +58,14 @@ async def send_draft(channel: grpc.aio.Channel, directory: Path, version: str = 
     """
     files = await asyncio.to_thread(_described, directory)
     call = rpc.DraftStub(channel).LoadDraft()
-    await call.write(pb.LoadDraftRequest(draft=pb.DraftFiles(files=files, version=version)))
-    # A refusal that comes while a message is being written would be lost: gRPC then reports INTERNAL.
-    if ACCEPTED in dict(await call.initial_metadata() or ()):
-        async for message in _data(directory, files):
-            await call.write(message)
-        await call.done_writing()
+    # gRPC raises it at a write after the replica has ended the call; the response has the reason.
+    with suppress(asyncio.InvalidStateError):
+        await call.write(pb.LoadDraftRequest(draft=pb.DraftFiles(files=files, version=version)))
+        # A refusal that comes while a message is being written would be lost: gRPC then reports INTERNAL.
+        if ACCEPTED in dict(await call.initial_metadata() or ()):
+            async for message in _data(directory, files):
+                await call.write(message)
+            await call.done_writing()
     response: pb.LoadDraftResponse = await call
     return response.version
 

@@ -88,8 +88,12 @@ def write_draft(
             tensors[name] = weight.float()
         else:
             tensors[name], tensors[name + SCALE] = quantized(weight)
+    stored = {name: value.contiguous() for name, value in tensors.items()}
     with replacing(folder / WEIGHTS) as unfinished:
-        save_file({name: value.contiguous() for name, value in tensors.items()}, unfinished, {"format": "pt"})
+        try:
+            save_file(stored, unfinished, {"format": "pt"})
+        except SafetensorError as error:  # what it makes of a full disk, for example
+            raise OSError(f"{folder / WEIGHTS}: cannot be written: {error}") from error
     copied = {name: target.config[name] for name in _COPIED if name in target.config}
     features = {FEATURE_LAYERS: list(feature_layers)} if feature_layers else {}
     config = copied | {

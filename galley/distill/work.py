@@ -85,11 +85,11 @@ def refuse_other(record: dict[str, Any], expected: dict[str, Any], path: Path) -
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, mode: int = _READABLE) -> Iterator[Path]:
     """Yield a path to write to, which then replaces `path`: as a whole or not at all, even in a power cut."""
     unfinished = path.with_suffix(".part")
     yield unfinished
-    unfinished.chmod(_READABLE)
+    unfinished.chmod(mode)
     with unfinished.open("rb") as file:
         os.fsync(file.fileno())
     unfinished.replace(path)

@@ -105,7 +105,7 @@ class DraftVersions:
         keys = (self._key, self._history_key, *(resets if new.trial == new.epoch else ()))
         noted = json.dumps({k: v for k, v in asdict(event).items() if k not in {"at_ms", "epoch"}})
         flat = [part for pair in _encode(new).items() for part in pair]
-        latest_ms = await self._calls.now_ms(self._key) + self._call_ms
+        latest_ms = await self.now_ms() + self._call_ms
         changed = await self._calls.run(
             _CHANGE, keys, latest_ms, expected_epoch, new.epoch, MAX_HISTORY, noted, *flat
         )
@@ -145,6 +145,10 @@ class DraftVersions:
         key = self._history_key
         items = cast("list[bytes]", await self._calls.command("LRANGE", key, 0, -1, key=key))
         return [_event(item) for item in items]
+
+    async def now_ms(self) -> int:
+        """Return the time on the server's clock, in ms."""
+        return await self._calls.now_ms(self._key)
 
     async def try_version(
         self,

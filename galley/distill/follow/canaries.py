@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -23,7 +22,7 @@ _NO_REPLICA = "no draft replica takes it: it needs two that accept loads (--max-
 _FOREIGN = "{} was started or loaded by hand: try or drain it, or name it by --start-version if it is --start"
 
 LONGEST_TRIAL_S = 24 * 3600
-"""Time since the last change of the versions after which the learner ends its own trial."""
+"""Time since it began after which the learner ends its own trial, by the clock of the store."""
 _LOAD_TIMEOUT_S = 600.0
 
 _log = get_logger(__name__)
@@ -37,7 +36,6 @@ class Canaries:
         open_channel: Callable[[str], grpc.aio.Channel],
         share: float,
         tokens: int,
-        now_s: Callable[[], float] = time.time,
     ) -> None:
         """Give a canary `share` of the sessions, until it has given `tokens` tokens."""
         self._registry = registry
@@ -45,7 +43,6 @@ class Canaries:
         self._open_channel = open_channel
         self._share = share
         self._tokens = tokens
-        self._now_s = now_s
 
     async def state(self) -> VersionState:
         return await self._versions.read()
@@ -56,8 +53,10 @@ class Canaries:
         Its sessions are no longer kept, and a new cycle can begin.
         """
         state = await self._versions.read()
-        canary, trial_s = state.split.canary, self._now_s() - state.since_ms / 1000
-        if not canary or state.author != AUTHOR or trial_s < LONGEST_TRIAL_S:
+        canary = state.split.canary
+        if not canary or state.author != AUTHOR:
+            return
+        if await self._versions.now_ms() - state.since_ms < 1000 * LONGEST_TRIAL_S:
             return
         reason = f"undecided after {LONGEST_TRIAL_S // 3600} hours"
         # By compare-and-set: a trial that has begun meanwhile goes on.

@@ -136,11 +136,10 @@ def locked(work: Path) -> Iterator[None]:
 
 
 def _key_in(path: Path) -> bytes:
-    try:
-        with open(path, "xb", opener=_owner_only) as file:
+    """Return the key in a file, which is made whole or not at all."""
+    if not path.exists():
+        with replacing(path, _OWNER_ONLY) as unfinished, open(unfinished, "wb", opener=_owner_only) as file:
             file.write(secrets.token_bytes(_KEY_BYTES))
-    except FileExistsError:
-        pass
     key = path.read_bytes()
     if len(key) != _KEY_BYTES:
         raise InvalidField("out", f"{path}: must have {_KEY_BYTES} bytes, got {len(key)}")

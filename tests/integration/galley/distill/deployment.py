@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -40,6 +39,9 @@ class LoadableDraft(rpc.DraftServicer):
         self.directory = directory
         self.loads: list[str] = []
         self.refusal = ""
+        self.ends_early = ""
+        """Why it ends a load after its first piece."""
+        self._loading: asyncio.Event | None = None
         self.is_loadable = True
         self.address = ""
 
@@ -52,6 +54,12 @@ class LoadableDraft(rpc.DraftServicer):
         if self.refusal:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.refusal)
         await context.send_initial_metadata(((ACCEPTED, "1"),))
+        if self._loading is not None:
+            self._loading.set()
+            await asyncio.Event().wait()
+        if self.ends_early:
+            await anext(request_iterator)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, self.ends_early)
         data = b"".join([request.data async for request in request_iterator])
         self.version = first.draft.version
         self.loads.append(self.version)
@@ -59,6 +67,11 @@ class LoadableDraft(rpc.DraftServicer):
             (self.directory / file.name).write_bytes(data[: file.size])
             data = data[file.size :]
         return pb.LoadDraftResponse(version=self.version)
+
+    async def hang(self) -> None:
+        """End no load from now on; return once one has begun."""
+        self._loading = asyncio.Event()
+        await self._loading.wait()
 
     async def GetDraftInfo(self, request: pb.GetDraftInfoRequest, context: object) -> pb.GetDraftInfoResponse:
         raise NotImplementedError
@@ -75,15 +88,13 @@ class LoadableDraft(rpc.DraftServicer):
 
 @dataclass
 class Deployment:
-    url: str
+    server: Server
     options: FollowOptions
     drafts: Sequence[LoadableDraft]
     spool: LearningSpool
     versions: DraftVersions
     registry: ReplicaRegistry
     stop: asyncio.Event = field(default_factory=asyncio.Event)
-    later_s: float = 0.0
-    """How far the learner's clock is ahead."""
 
     async def register(self) -> None:
         """Publish the leases of the drafts, as they are now."""
@@ -97,6 +108,10 @@ class Deployment:
             )
             await self.registry.publish(DRAFT_POOL, draft_lease(draft.address, info))
 
+    async def begin_earlier(self, earlier_s: int) -> None:
+        """Let the trial have begun `earlier_s` before the time that it names."""
+        await self.server.command("HINCRBY", f"galley:drafts:{{{POOL}}}", "since_ms", str(-1000 * earlier_s))
+
     def follower(self) -> Follower:
         share, tokens = self.options.share, self.options.trial_tokens
         canaries = Canaries(
@@ -105,7 +120,6 @@ class Deployment:
             lambda address: open_channel(address, None),
             share,
             tokens,
-            lambda: time.time() + self.later_s,
         )
         return Follower(self.options, Learner(self.options), Journal(self.options.work), self.spool, canaries)
 
@@ -156,7 +170,7 @@ async def deployment(
     spool, split = LearningSpool(server.url, POOL), DraftVersions(server.url, POOL)
     registry = ReplicaRegistry(server.url, POOL, lease_s=600)
     try:
-        yield Deployment(server.url, options, drafts, spool, split, registry)
+        yield Deployment(server, options, drafts, spool, split, registry)
     finally:
         for closing in (spool, split, registry):
             await closing.close()

@@ -12,11 +12,13 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 import typer
+from safetensors import SafetensorError
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
@@ -164,10 +166,10 @@ async def test_a_trial_that_thin_traffic_does_not_decide_is_given_up_after_a_day
     await deployed.cycle()
     first = last(deployed)["version"]
     await deployed.add(ALICE, workload("b", 300, step=11))
-    deployed.later_s = LONGEST_TRIAL_S - 3600
+    await deployed.begin_earlier(LONGEST_TRIAL_S - 3600)
     await deployed.cycle()
     assert (await deployed.versions.read()).split.canary == first
-    deployed.later_s = LONGEST_TRIAL_S
+    await deployed.begin_earlier(3600)
     await deployed.cycle()
     state = await deployed.versions.read()
     assert state.decided[first] == "undecided after 24 hours"
@@ -179,7 +181,7 @@ async def test_a_trial_that_thin_traffic_does_not_decide_is_given_up_after_a_day
 
 async def test_a_trial_of_others_is_not_given_up(deployed: Deployment) -> None:
     await deployed.versions.try_version("by-hand", 0.1, author="ada")
-    deployed.later_s = 2 * LONGEST_TRIAL_S
+    await deployed.begin_earlier(2 * LONGEST_TRIAL_S)
     await deployed.cycle()
     assert (await deployed.versions.read()).split.canary == "by-hand"
 
@@ -280,6 +282,18 @@ async def test_a_refused_load_is_recorded_and_its_version_gets_no_sessions(deplo
     assert split.drained == {cycle["version"]}
 
 
+async def test_a_load_that_ends_in_the_middle_is_recorded_with_its_reason(
+    deployed: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("galley.common.draft_loading.PIECE_BYTES", 16)
+    for draft in deployed.drafts:
+        draft.ends_early = "No space left on device"
+    await deployed.add(ALICE, workload("a", 250))
+    await deployed.cycle()
+    reasons = {f"{draft.address}: {draft.ends_early}" for draft in deployed.drafts}
+    assert last(deployed)["reason"] in reasons
+
+
 async def test_replicas_that_began_with_a_name_get_the_promoted_draft_too(
     server: Server, options: FollowOptions, tmp_path: Path
 ) -> None:
@@ -356,7 +370,7 @@ async def test_a_canary_that_waits_for_the_end_of_a_trial_keeps_its_replica(
         await deployed.cycle()
         given_up = last(deployed)["version"]
         assert (await deployed.versions.read()).split.canary == given_up
-        deployed.later_s = LONGEST_TRIAL_S
+        await deployed.begin_earlier(LONGEST_TRIAL_S)
         await deployed.cycle()
         assert given_up in (await deployed.versions.read()).split.drained
         assert [draft.version for draft in deployed.drafts] == [stable, stable, "v2"]
@@ -518,6 +532,46 @@ async def test_learning_is_stopped_within_a_step_and_leaves_nothing(
     assert not list((options.work / "drafts").iterdir())
 
 
+async def test_learning_is_stopped_while_a_replica_does_not_respond(deployed: Deployment) -> None:
+    loading = [asyncio.create_task(draft.hang()) for draft in deployed.drafts]
+    await deployed.add(ALICE, workload("a", 250))
+    await deployed.register()
+    running = asyncio.create_task(deployed.follower().run(deployed.stop))
+    async with asyncio.timeout(60):
+        _, others = await asyncio.wait(loading, return_when=asyncio.FIRST_COMPLETED)
+        deployed.stop.set()
+        await running
+    for other in others:
+        other.cancel()
+    assert not deployed.cycles()
+    assert not (await deployed.versions.read()).split.canary
+
+
+async def test_a_full_disk_delays_a_cycle(deployed: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    await deployed.add(ALICE, workload("a", 250))
+    full = Mock(side_effect=SafetensorError("No space left on device"))
+    with monkeypatch.context() as patched, capture_logs() as logs:
+        patched.setattr("galley.distill.export.save_file", full)
+        await deployed.cycle()
+    assert logs[-1]["event"] == "cycle failed"
+    assert "No space left on device" in logs[-1]["error"]
+    await deployed.cycle()
+    assert last(deployed)["decision"] == "offered"
+
+
+def test_a_key_that_was_not_written_whole_is_made_anew(
+    options: FollowOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = Mock(side_effect=OSError("No space left on device"))
+    with monkeypatch.context() as patched:
+        patched.setattr("galley.distill.follow.journal.secrets.token_bytes", full)
+        with pytest.raises(OSError, match="No space left"):
+            Journal(options.work)
+    mark = Journal(options.work).mark("session")
+    assert Journal(options.work).mark("session") == mark
+    assert (options.work / "key").stat().st_mode & 0o777 == 0o600
+
+
 async def test_a_store_that_is_away_delays_a_cycle(deployed: Deployment) -> None:
     await deployed.add(ALICE, workload("a", 250))
     await deployed.register()
@@ -577,7 +631,7 @@ def _command(deployed: Deployment, *more: str) -> list[str]:
     flags: dict[str, object] = {
         "target": options.target,
         "start": options.start,
-        "redis-url": deployed.url,
+        "redis-url": deployed.server.url,
         "pool": POOL,
         "cycle-tokens": options.cycle_tokens,
         "new-tokens": options.new_tokens,
