@@ -129,13 +129,13 @@ class AnswerLookup:
 
         Return the position of the first token that was added.
         """
+        # A draft that is new to a session gets a long answer at once; the end of it is enough.
+        most = min(_MOST_AT_ONCE, self._answers.half)
         since = self._length or prompt_len
-        self._answers.make_room(len(tokens) - since + _CONTEXT_TOKENS)
+        self._answers.make_room(min(most, len(tokens) - since + _CONTEXT_TOKENS))
         if not self._length or self._newer is not self._answers.newer:
             self._begin()
             since -= _CONTEXT_TOKENS
-        # A draft that is new to a session gets a long answer at once; the end of it is enough.
-        most = min(_MOST_AT_ONCE, self._answers.half)
         first = max(0, since, len(tokens) - most)
         for token in tokens[first:]:
             self._newer.append(self._text, token)

@@ -117,6 +117,13 @@ class TestRecentAnswers:
         reader.follow([*PROMPT, 10], len(PROMPT))
         assert reader.find((), 2) == LookupResult()
 
+    def test_a_long_answer_takes_only_the_room_of_what_is_kept_of_it(self) -> None:
+        answers = RecentAnswers()
+        answered(answers, [10, 11, 12])
+        for _ in range(2):
+            answered(answers, [0] * (answers.half + 1))
+        assert answered(answers, [10]).find((), 2).tokens == (11, 12)
+
     def test_a_long_session_follows_a_new_generation(self) -> None:
         answers = RecentAnswers(limit=80)
         reader = answered(answers, [5, 6])
