@@ -21,7 +21,7 @@ blocks could go to others that the same step writes. Adding a token costs O(1), 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from galley.core.content import Hit, Miss, PrefixHasher, SessionKey, look_up
@@ -168,7 +168,7 @@ class KvTable:
             self._evict(next(iter(self._idle.values())))
         return True
 
-    def reserve(self, key: SessionKey, length: int, busy: frozenset[SessionKey] = frozenset()) -> Reservation:
+    def reserve(self, key: SessionKey, length: int, busy: Container[SessionKey] = ()) -> Reservation:
         """Give the live session blocks for [0, length), its own from its present length on (rule 3).
 
         Raises Overloaded, having changed nothing, if there are not enough, and Broken if it is not live.
@@ -283,7 +283,7 @@ class KvTable:
 
 
 def _eviction_candidates(
-    session: KvSession, idle: Iterable[KvSession], live: Iterable[KvSession], busy: frozenset[SessionKey]
+    session: KvSession, idle: Iterable[KvSession], live: Iterable[KvSession], busy: Container[SessionKey]
 ) -> Iterator[KvSession]:
     """Yield the sessions to evict for `session`: `idle` in order, then younger live ones, youngest first."""
     yield from (other for other in idle if other.key not in busy)

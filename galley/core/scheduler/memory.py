@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Protocol
 
 from galley.core.content import Hit, Miss, SessionKey
@@ -77,9 +77,7 @@ class KvMemory(KvFacts, Protocol):
 
     def make_room(self, lengths: Mapping[SessionKey, int], until: int) -> bool: ...
 
-    def reserve(
-        self, key: SessionKey, length: int, busy: frozenset[SessionKey] = frozenset()
-    ) -> Reservation: ...
+    def reserve(self, key: SessionKey, length: int, busy: Container[SessionKey] = ()) -> Reservation: ...
 
     def append_computed(self, key: SessionKey, tokens: Sequence[int]) -> None: ...
 

@@ -22,7 +22,7 @@ Responses are collected; take them with `take_responses` after any call.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -358,7 +358,7 @@ class Scheduler:
             if self._active.get(request.key) is not request:
                 continue  # preempted by an older one
             try:
-                granted, reservation = self._reserve_for(grant, frozenset(grants))
+                granted, reservation = self._reserve_for(grant, grants)
             except Overloaded as error:
                 self.counts.out_of_blocks += 1
                 # Its computed KV stays until the blocks are needed; a retry continues from there.
@@ -383,7 +383,7 @@ class Scheduler:
         self.counts.preempted += 1
         self._preempted.append(request.key[1])
 
-    def _reserve_for(self, grant: Grant, busy: frozenset[SessionKey]) -> tuple[Grant, Reservation]:
+    def _reserve_for(self, grant: Grant, busy: Container[SessionKey]) -> tuple[Grant, Reservation]:
         """Reserve blocks, without the draft tokens if only these do not fit. Raises Overloaded."""
         request = grant.request
         if grant.draft_tokens:

@@ -15,7 +15,7 @@ Everything happens on the event loop. Each step takes its `Orders` to the engine
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from galley.core.content import Hit, Miss, PrefixHasher, SessionKey, block_hashes, look_up
@@ -179,7 +179,7 @@ class VllmSessions:
         """Do nothing, because vLLM reserves."""
         return True
 
-    def reserve(self, key: SessionKey, length: int, busy: frozenset[SessionKey] = frozenset()) -> Reservation:  # noqa: ARG002  # the protocol's
+    def reserve(self, key: SessionKey, length: int, busy: Container[SessionKey] = ()) -> Reservation:  # noqa: ARG002  # the protocol's
         """Return nothing, because vLLM reserves. Raise Overloaded if no memory could hold `length` tokens."""
         if self._blocks(length) > self.total:
             raise Overloaded(f"KV memory holds {self.total * self.block_tokens} tokens", _RETRY_AFTER_S)

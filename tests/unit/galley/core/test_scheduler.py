@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from itertools import pairwise
 
 import pytest
 
 from galley.core.audit import AUDIT_PRIORITY
-from galley.core.content import Miss, block_hashes, prefix_hash
+from galley.core.content import Miss, SessionKey, block_hashes, prefix_hash
 from galley.core.cost.model import StepTimes
 from galley.core.errors import Broken, DeadlinePassed, InvalidField, Overloaded, Unavailable
 from galley.core.hints import Hint
 from galley.core.kv import session as kv_session
+from galley.core.kv.table import KvTable, Reservation
 from galley.core.scheduler.messages import Confirmed, Response, Superseded
 from galley.core.scheduler.scheduler import Linger
 from galley.core.step import Sampled
@@ -431,6 +433,22 @@ def test_tokens_before_bad_logits_are_confirmed() -> None:
         (item, broken)
     ]
     check_table(bench.table)
+
+
+def test_the_sessions_of_a_step_are_not_copied_for_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, seen = Bench(), list[Container[SessionKey]]()
+
+    def reserve(key: SessionKey, length: int, busy: Container[SessionKey] = ()) -> Reservation:
+        seen.append(busy)
+        return KvTable.reserve(bench.table, key, length, busy)
+
+    monkeypatch.setattr(bench.table, "reserve", reserve)
+    for session in "abc":
+        bench.submit(request(PROMPT, session=session))
+    bench.step()
+    first, *others = seen
+    assert len(others) == 2
+    assert all(busy is first for busy in others)
 
 
 def test_the_youngest_is_preempted_with_a_miss() -> None:
