@@ -20,14 +20,14 @@ from typing import Protocol, TypeAlias
 from galley.common.logs import log_internal
 from galley.common.metrics.registry import Registry
 from galley.common.tracing.light_spans import LightSpan, SpanScope
-from galley.core.content import Miss, SessionKey, look_up, prefix_hash
+from galley.core.content import Miss, SessionKey, look_up
 from galley.core.errors import Broken, DeadlinePassed, GalleyError, Overloaded, Unavailable
 from galley.core.features import NO_STATES, States
 from galley.core.grammar.compiled import CompiledGrammar
 from galley.core.scheduler.messages import Slice, Superseded
 from galley.core.trees import CHAIN, Parents, simplified
 from services.draft.sessions import SessionTable
-from services.draft.strategies.base import DraftJob, Proposal, Strategy
+from services.draft.strategies.base import DraftJob, DraftSession, Proposal, Strategy
 from services.draft.telemetry import BatchSpans, DraftMeter
 
 MAX_WAITING = 1024
@@ -317,8 +317,8 @@ class DraftLoop:
         if (before := self._by_session.get(sent.key)) is not None:
             before.outcome = Superseded(before.job.slice.position, before.hash)
             self._close(before)
-        session = self._sessions.peek(sent.key)
-        known = look_up(session.tokens if session else (), sent.start, sent.tokens, sent.prefix_hash)
+        session = self._sessions.peek(sent.key) or DraftSession()
+        known = look_up(session.tokens, sent.start, sent.tokens, sent.prefix_hash, session.prefix)
         if isinstance(known, Miss):
             request.outcome = known
             return before
@@ -331,7 +331,7 @@ class DraftLoop:
             return before
         session.follow(sent, job.ahead)
         session.states = session.states.joined(job.states)
-        request.hash = prefix_hash(session.tokens)
+        request.hash = session.prefix.digest(session.tokens, len(session.tokens))
         request.strategy = self._strategies[job.strategy]
         self._proposals[request] = Proposal(DraftJob(sent, session, k, job.workload, job.grammar, job.width))
         self._by_session[sent.key] = request

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from galley.core.content import common_prefix_len
+from galley.core.content import PrefixHasher, common_prefix_len
 from galley.core.errors import GalleyError
 from galley.core.features import NO_STATES, States
 from galley.core.grammar.compiled import CompiledGrammar
@@ -16,15 +16,16 @@ from galley.core.scheduler.messages import Slice
 class DraftSession:
     """Tokens of one session, from position 0: `confirmed` ones, then draft tokens, which may be replaced.
 
-    `room` is how many tokens it may hold. `states` are the target's that came and that no strategy has taken
-    yet. Sessions compare by identity, so a strategy can keep its state in a WeakKeyDictionary that forgets it
-    with the session.
+    `prefix` hashes the tokens. `room` is how many it may hold. `states` are the target's that came and that
+    no strategy has taken yet. Sessions compare by identity, so a strategy can keep its state in a
+    WeakKeyDictionary that forgets it with the session.
     """
 
-    __slots__ = ("__weakref__", "confirmed", "room", "states", "tokens")
+    __slots__ = ("__weakref__", "confirmed", "prefix", "room", "states", "tokens")
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
+        self.prefix = PrefixHasher()
         self.confirmed = 0
         self.room = 0
         self.states: States = NO_STATES
@@ -36,6 +37,7 @@ class DraftSession:
         latest writes may let a session begin again from fewer tokens.
         """
         same = sent.start + common_prefix_len(self.tokens[sent.start :], sent.tokens)
+        self.prefix.truncate(same)
         self.tokens[sent.start :] = sent.tokens
         self.confirmed = sent.position - ahead
         self.states = self.states.until(min(same, self.confirmed - 1))
