@@ -18,7 +18,7 @@ class Calibration:
     `overall` learns from everything recorded here, and replaces the prior.
     """
 
-    __slots__ = ("_accepted", "_overall", "_prior", "_strength", "_verified")
+    __slots__ = ("__weakref__", "_accepted", "_overall", "_prior", "_strength", "_verified")
 
     def __init__(self, prior: Sequence[float], strength: float, overall: Calibration | None = None) -> None:
         self._prior = prior

@@ -71,7 +71,7 @@ class Candidates:
         return self.lookup.source
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Ensemble:
     """Calibration of a lookup and a model: each alone, both agreeing, and each against the other."""
 

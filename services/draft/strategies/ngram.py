@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, Self, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from galley.core import names
 from galley.core.lookup.calibration import Calibration, ProposalOutcomes
@@ -22,7 +22,7 @@ from services.draft.answers.mailbox import Kind, SharedAnswers, SharedKind
 from services.draft.strategies.base import DraftJob, DraftSession, Proposal
 from services.draft.strategies.grammars import DraftGrammars
 
-# Kinds whose answers are kept: 8 MB each at most.
+# Kinds whose answers are kept beside those of the sessions that the draft knows: 8 MB each at most.
 MOST_KINDS = 32
 # Tokens of a session that one step indexes, in some milliseconds: a long prompt must not delay the others.
 _MAX_INDEXED = 1024
@@ -50,18 +50,36 @@ class Learned(Protocol):
     def child(self) -> Self: ...
 
 
+T = TypeVar("T")
 V = TypeVar("V", bound=Learned)
+
+
+class KindCache(Generic[T]):
+    """A value for each kind of session. It stays while one of its sessions does, or its use is recent."""
+
+    def __init__(self, make: Callable[[], T], capacity: int) -> None:
+        """Keep the `capacity` values that were used last, and those that sessions use."""
+        self._make = make
+        self._recent: LruCache[Kind, T] = LruCache(make, capacity)
+        self._kept: WeakValueDictionary[Kind, T] = WeakValueDictionary()
+        self._by_session: WeakKeyDictionary[DraftSession, T] = WeakKeyDictionary()
+
+    def of(self, job: DraftJob, make: Callable[[], T] | None = None) -> T:
+        kind = kind_of(job)
+        value = self._recent.get(kind, lambda: self._kept.get(kind) or (make or self._make)())
+        self._kept[kind] = self._by_session[job.session] = value
+        return value
 
 
 class ByKind(Generic[V]):
     """A value for each kind of session, which starts from that of all sessions of its tenant."""
 
     def __init__(self, make: Callable[[], V], capacity: int) -> None:
-        self._kinds: LruCache[Kind, V] = LruCache(make, capacity)
+        self._kinds = KindCache(make, capacity)
         self._tenants: LruCache[bytes, V] = LruCache(make, capacity)
 
     def of(self, job: DraftJob) -> V:
-        return self._kinds.get(kind_of(job), self._tenants.get(job.slice.key[0]).child)
+        return self._kinds.of(job, self._tenants.get(job.slice.key[0]).child)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +129,11 @@ class Lookups:
         """Share answers by `shared`, if given."""
         self._shared = shared
         self._sessions: WeakKeyDictionary[DraftSession, SessionLookup] = WeakKeyDictionary()
-        self._kinds: LruCache[Kind, _Answers] = LruCache(_Answers, MOST_KINDS)
+        self._kinds = KindCache(_Answers, MOST_KINDS)
 
     def follow(self, job: DraftJob) -> SessionLookups | None:
         """Advance the session's lookups towards its confirmed tokens; return None until they are complete."""
-        answers = self._kinds.get(kind_of(job))
+        answers = self._kinds.of(job)
         confirmed = job.session.tokens[: job.session.confirmed]
         lookup = self._sessions.get(job.session)
         # The hash of the slice vouches for the tokens before it.

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.draft.answers.mailbox import SharedAnswers
 from services.draft.strategies.base import DraftSession, Proposal
 from services.draft.strategies.ngram import Lookups, NgramStrategy
 from tests.integration.services.draft.jobs import job_of
@@ -165,6 +166,31 @@ def test_kinds_are_bounded_the_last_used_stay() -> None:
         Talk(strategy, PROMPT, workload="used")
     assert Talk(strategy, [50], workload="first").ask(10).tokens == []
     assert Talk(strategy, [50], workload="used").ask(10).tokens == [11, 12]
+
+
+def test_a_kind_stays_while_the_draft_knows_a_session_of_it() -> None:
+    strategy, salts = NgramStrategy(Lookups()), [bytes([i]) for i in range(40)]
+    talks = [Talk(strategy, [1, 2, 3, 1, 2], salt=salt) for salt in salts]
+    for talk in talks:
+        talk.ask(10, 11, 12)
+    new = Talk(strategy, [7, 8, 9, 7, 8], salt=b"new").proposal
+    for salt in salts:
+        assert Talk(strategy, [50], salt=salt).ask(10).tokens == [11, 12]
+        proposal = Talk(strategy, [7, 8, 9, 7, 8], salt=salt).proposal
+        assert proposal.tokens[0] == new.tokens[0] == 9
+        assert proposal.survival[0] < new.survival[0], "the first match of two tokens was wrong"
+
+
+def test_tokens_are_shared_once_however_many_kinds_draft_in_turn() -> None:
+    shared = SharedAnswers()
+    strategy = NgramStrategy(Lookups(shared))
+    talks = [Talk(strategy, PROMPT, salt=bytes([i])) for i in range(40)]
+    kinds = shared.take().keys()
+    for talk in talks:
+        talk.ask(9)
+    published = shared.take()
+    assert published.keys() == kinds
+    assert [part.tokens for parts in published.values() for part in parts] == [[9]] * 40
 
 
 def test_a_long_prompt_is_followed_a_piece_a_step() -> None:
