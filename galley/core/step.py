@@ -5,7 +5,8 @@ The scheduler knows tokens, blocks and costs; the engine knows tensors. Only the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, overload
 
@@ -46,6 +47,21 @@ class Draw:
     logprobs: int | None = None
     grammar: GrammarState | None = field(default=None, compare=False)
     allowed: NDArray[np.uint32] | None = field(default=None, compare=False)
+
+
+class GrowingTokens(list[int]):
+    """A list of tokens that only grows. It is copied into arrays without converting each token anew."""
+
+    __slots__ = ("_ids",)
+
+    def __init__(self, tokens: Iterable[int] = ()) -> None:
+        super().__init__(tokens)
+        self._ids = array("q")
+
+    def copy_to(self, ids: NDArray[np.int64]) -> None:
+        """Copy all tokens to `ids` [len(self)]."""
+        self._ids.fromlist(self[len(self._ids) :])
+        ids[:] = self._ids
 
 
 class TokenRange(Sequence[int]):

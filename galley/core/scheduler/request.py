@@ -11,6 +11,7 @@ from galley.core.grammar.follower import GrammarFollower
 from galley.core.hints import NOTHING, Hint, HintTail
 from galley.core.scheduler.hint_statistics import AcceptanceEstimate, HintTiming, leveled
 from galley.core.scheduler.messages import Extend, VerifyRequest
+from galley.core.step import GrowingTokens
 from galley.core.trees import ROOT, candidates_after, child_of, kept, parent_of, simplified
 
 # Past results kept, so that the delay of a hint anchored at one of them can be measured.
@@ -158,7 +159,7 @@ class ActiveRequest:
         self.key = message.key
         self.message = message
         self.statistics = memory
-        self.tokens: list[int] = []
+        self.tokens = GrowingTokens()
         self.block_hashes: Sequence[bytes] = ()
         self.kv_len: int | None = None
         self.limit = min(message.limit, message.max_position)

@@ -52,6 +52,7 @@ from galley.core.scheduler.request import ActiveRequest, SessionStatistics
 from galley.core.step import (
     Computed,
     Draw,
+    GrowingTokens,
     Sampled,
     StepChunk,
     StepOutcome,
@@ -264,7 +265,7 @@ class Scheduler:
             self.counts.missed += 1
             self._respond(request, found)
             return
-        request.tokens = [*self.kv.tokens_of(request.key)[: message.start], *message.tokens]
+        request.tokens = GrowingTokens([*self.kv.tokens_of(request.key)[: message.start], *message.tokens])
         request.block_hashes = message.block_hashes or self._hashes_before(request.key, message.start)
         request.grammar = self._grammars.follow(message, request.tokens)
         self._active[request.key] = request

@@ -16,9 +16,9 @@ is bounded, so most tokens cannot win whatever their noise is: the kernels find 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
-from itertools import chain, islice
+from itertools import islice
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from galley.core.errors import Broken, GalleyError
 from galley.core.noise import LANES
 from galley.core.records import PositionLogprobs
 from galley.core.sampling_params import SamplingParams
-from galley.core.step import Draw, Sampled
+from galley.core.step import Draw, GrowingTokens, Sampled
 from galley.engine.cpu.kernels import openmp, ops
 from galley.engine.cpu.kernels.compile import compile_kernels
 from galley.engine.sampling import allowed, gumbel, kernels, largest, layout
@@ -152,8 +152,18 @@ def _pack(draws: Sequence[Draw]) -> tuple[NDArray[np.void], Ids, Floats]:
         row += len(draw.draft_tokens) + 1
         ids += (draw.draft_tokens, draw.parents, history, draw.params.logit_bias, masked)
         biases += draw.params.logit_bias.values()
-    flat = np.fromiter(chain.from_iterable(ids), dtype=np.int64, count=end)
-    return np.array(records, dtype=DRAW), flat, np.array(biases, dtype=np.float32)
+    return np.array(records, dtype=DRAW), _joined(ids, end), np.array(biases, dtype=np.float32)
+
+
+def _joined(parts: Iterable[Collection[int]], length: int) -> Ids:
+    joined, end = np.empty(length, dtype=np.int64), 0
+    for part in filter(None, parts):
+        start, end = end, end + len(part)
+        if isinstance(part, GrowingTokens):
+            part.copy_to(joined[start:end])
+        else:
+            joined[start:end] = np.fromiter(part, dtype=np.int64, count=len(part))
+    return joined
 
 
 def draw_record(draw: Draw, masks: int) -> tuple[float, ...]:

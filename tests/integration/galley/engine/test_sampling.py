@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from galley.core import noise
 from galley.core.errors import Broken
 from galley.core.records import PositionLogprobs
 from galley.core.sampling_params import MIN_REPETITION_PENALTY, SamplingParams
-from galley.core.step import Draw, Sampled
+from galley.core.step import Draw, GrowingTokens, Sampled
 from galley.engine.cpu.kernels import openmp
 from galley.engine.sampler import draw_all
 from galley.engine.sampling.gumbel import gumbel as compiled_gumbel
@@ -321,6 +321,32 @@ def test_repetition_penalty_counts_the_prompt_and_divides_or_multiplies_by_sign(
     assert one([3.0, 2.0, -5.0], draw_of(params, prompt=[0])) == 1
     assert one([3.0, 2.0, -5.0], draw_of(params, prompt=[1])) == 0
     assert one([-3.0, -2.0, -5.0], draw_of(params, prompt=[1])) == 0
+
+
+class CountedToken:
+    """A token that counts how often it is converted."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+        self.conversions = 0
+
+    def __index__(self) -> int:
+        self.conversions += 1
+        return self.token
+
+
+def test_a_history_that_grows_is_converted_once() -> None:
+    rng = np.random.default_rng(4)
+    params = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2, seed=3)
+    counted = [CountedToken(int(token)) for token in rng.integers(0, 40, size=30)]
+    history = GrowingTokens(cast("list[int]", counted[:20]))
+    for length in (20, 20, 21, 30):
+        history.extend(cast("list[int]", counted[len(history) : length]))
+        row = torch.from_numpy(rng.normal(size=(1, 40)).astype(np.float32))
+        tokens = tuple(one.token for one in counted[:length])
+        draw = Draw(params, tokens, 9, frozenset(), 0)
+        assert sample(row, replace(draw, history=history)) == sample(row, draw)
+    assert [one.conversions for one in counted] == [1] * 30
 
 
 @pytest.mark.parametrize("penalty", ["frequency_penalty", "presence_penalty"])

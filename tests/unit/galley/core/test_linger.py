@@ -12,7 +12,7 @@ from galley.core.scheduler.linger import ExpectedHint, linger_until
 from galley.core.scheduler.messages import Extend
 from galley.core.scheduler.request import ActiveRequest, SessionStatistics
 from galley.core.scheduler.scheduler import Linger
-from galley.core.step import StepPlan
+from galley.core.step import GrowingTokens, StepPlan
 from tests.fakes.scheduler_world import FLAT, MS, Bench, request, result_of, true_answer
 
 PROMPT = [3, 1, 4]
@@ -121,7 +121,7 @@ def test_lingering_is_bounded() -> None:
 
 def test_the_first_hint_after_a_result_alone_measures_the_delay() -> None:
     active = ActiveRequest(1, request(PROMPT, credit=9), SessionStatistics(), 0)
-    active.tokens = list(PROMPT)
+    active.tokens = GrowingTokens(PROMPT)
     for now in (2 * MS, 30 * MS):
         active.extend(Extend(hint=Hint(3, prefix_hash(PROMPT), (7, 8))), now)
     assert active.statistics.hint_timing.delay_ns == 2 * MS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from itertools import pairwise
 
 import pytest
@@ -16,7 +16,7 @@ from galley.core.kv import session as kv_session
 from galley.core.kv.table import KvTable, Reservation
 from galley.core.scheduler.messages import Confirmed, Response, Superseded
 from galley.core.scheduler.scheduler import Linger
-from galley.core.step import Sampled
+from galley.core.step import GrowingTokens, Sampled
 from tests.fakes.kv_check import check_table
 from tests.fakes.scheduler_world import (
     FLAT,
@@ -449,6 +449,21 @@ def test_the_sessions_of_a_step_are_not_copied_for_each_of_them(monkeypatch: pyt
     first, *others = seen
     assert len(others) == 2
     assert all(busy is first for busy in others)
+
+
+def test_the_history_of_a_request_grows_from_step_to_step() -> None:
+    bench = Bench()
+    bench.submit(request(PROMPT, credit=9))
+    histories: list[Sequence[int]] = []
+    for _ in range(3):
+        plan = bench.begin()
+        draw = plan.chunks[0].draw
+        assert draw is not None
+        assert list(draw.history) == [*PROMPT, *ANSWER[: len(histories)]]
+        histories.append(draw.history)
+        bench.finish(plan)
+    assert isinstance(histories[0], GrowingTokens)
+    assert histories[0] is histories[1] is histories[2]
 
 
 def test_the_youngest_is_preempted_with_a_miss() -> None:
