@@ -105,7 +105,7 @@ class ItemBuilder:
     def _part(self, kind: str, text: str) -> Item:
         if kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._tokens}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._tokens)}
 
     @property
     def _place(self) -> dict[str, Any]:

@@ -215,6 +215,8 @@ async def test_logprobs_are_those_of_the_content(client: HttpClient, answers: An
         assert all(len(entry["top_logprobs"]) == 2 for entry in part["logprobs"])
         assert (await client.post(PATH, body)).json()["output"][1]["content"] == [part]
         assert [entry for delta in streamed for entry in delta["logprobs"]] == part["logprobs"]
+        added = [event.json["part"] for event in events.events if event.kind.endswith("part.added")]
+        assert [one["logprobs"] for one in added if one["type"] == "output_text"] == [[]]
         done = [event.json for event in events.events if event.kind.endswith(".done")]
         of_message = [event for event in done if event["output_index"] == 1]
         assert [event["type"] for event in of_message] == [
