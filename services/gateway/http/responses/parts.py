@@ -50,17 +50,11 @@ class _Written:
 
     @property
     def number(self) -> int:
-        return _OPENING + self.at.index * _SLOTS + min(self.at.step, _SLOTS) - 1
+        return _number_of(self.at)
 
 
 class PartsStream(ResponseEvents):
     """Write an answer of several parts: reasoning, messages and calls."""
-
-    _place = Position(has_begun=True)
-
-    @property
-    def next_number(self) -> int:
-        return _OPENING + (self._place.index + 1) * _SLOTS
 
     async def begin(self, choices: Sequence[Choice]) -> None:
         session = self.describe(choices)
@@ -69,6 +63,7 @@ class PartsStream(ResponseEvents):
         """Those since the last one that caused an event, each with whether it was drafted."""
         self._hash: RunningHash | None = None
         self._place = Position(self._former.index, self._former.seen_hash, has_begun=True)
+        self._number = _number_of(self._former if self._former.has_begun else self._place)
         await self.open(session.spec.session_id)
         if not self._former.has_begun:
             response = self._objects.response()
@@ -102,7 +97,8 @@ class PartsStream(ResponseEvents):
         await self._write(written)
         objects = await replace(objects, reasoning_tokens=self._parts.reasoning_tokens).with_lists()
         last = "response.completed" if objects.status == "completed" else "response.incomplete"
-        fields = {"type": last, "sequence_number": self.next_number, **self._take_tokens()}
+        number = _OPENING + (self._place.index + 1) * _SLOTS
+        fields = {"type": last, "sequence_number": number, **self._take_tokens()}
         response = objects.response(await self._parts.items_json())
         await self.write(typed_event(last, DONE, with_json(fields, "response", response)), more=False)
 
@@ -116,15 +112,16 @@ class PartsStream(ResponseEvents):
 
     async def _write(self, written: Sequence[_Written]) -> None:
         """Send events together, but large ones each once the transport has room."""
-        ready = b""
+        ready, number = b"", self._number
         for one in written:
             data = await self._parts.event_json(one.kind, one.number, one.fields)
             if ready and len(ready) + len(data) > _LARGE_BYTES:
                 await self.write(ready)
-                ready = b""
-            ready += typed_event(one.kind, str(one.at), data)
+                ready, self._number = b"", number
+            ready, number = ready + typed_event(one.kind, str(one.at), data), one.number
         if ready:
             await self.write(ready)
+            self._number = number
 
     def _add(self, written: list[_Written], events: Sequence[Event]) -> None:
         """Add the events of the next token, but for those that the client has.
@@ -154,6 +151,11 @@ class PartsStream(ResponseEvents):
             "token_ids": [token for token, _ in taken],
             "from_draft": [drafted for _, drafted in taken],
         }
+
+
+def _number_of(at: Position) -> int:
+    """Return the number of the event before this place."""
+    return _OPENING + at.index * _SLOTS + min(at.step, _SLOTS) - 1
 
 
 def place_after(number: int, output: Sequence[int], most: int, *, has_ended: bool) -> Position | None:

@@ -2,6 +2,7 @@
 
 Four events open a response, with numbers 0 to 3. An event of text has the number 3 plus the count of output
 tokens up to its end. Four more close the response, with the numbers after that of the last token.
+`response.failed` has the number of the event before it.
 """
 
 from __future__ import annotations
@@ -52,11 +53,8 @@ class ResponseEvents(EventWriter):
         self._form = form
         self._model = model
         self._former = former
-
-    @property
-    def next_number(self) -> int:
-        """Return the number of an event that would end the response now."""
-        raise NotImplementedError
+        self._number = 0
+        """The number after which the client can continue: that of the last event, or of a later token."""
 
     def describe(self, choices: Sequence[Choice]) -> Session:
         """Take the response's only choice; return its session."""
@@ -68,12 +66,15 @@ class ResponseEvents(EventWriter):
         return session
 
     async def fail(self, error: BaseException) -> None:
-        """Send an error after the response has begun, and end the response."""
+        """Send an error after the response has begun, and end the response.
+
+        The event has the number of the one before it: a client that continues after it has missed nothing.
+        """
         log_internal(error)
         reply = error_reply(error)
         # Without output: the session may have more tokens than the log.
         response = self._objects.response(error={"code": reply.code, "message": reply.message})
-        fields = {"type": "response.failed", "sequence_number": self.next_number}
+        fields = {"type": "response.failed", "sequence_number": self._number}
         await self.write(
             typed_event("response.failed", "", with_json(fields, "response", response)), more=False
         )
@@ -82,12 +83,6 @@ class ResponseEvents(EventWriter):
 class ResponseStream(ResponseEvents):
     """Write an answer that is one text."""
 
-    _number = 0
-
-    @property
-    def next_number(self) -> int:
-        return self._number + 1
-
     async def begin(self, choices: Sequence[Choice]) -> None:
         session = self.describe(choices)
         self._delta_head = b'{"type":"%b","item_id":"%b","output_index":0,"content_index":0,' % (
@@ -95,6 +90,8 @@ class ResponseStream(ResponseEvents):
             self._objects.item_id.encode(),
         )
         self._number = _LAST_OPENING + self._former.index
+        if self._former.has_ended:
+            self._number += self._former.step
         await self.open(session.spec.session_id)
         if not self._former.has_begun:
             await self.write(b"".join(self._opening()))
@@ -148,7 +145,8 @@ class ResponseStream(ResponseEvents):
         ]
         ids = [*(str(replace(at, step=step)) for step in (1, 2, 3)), DONE]
         sent = self._former.step if self._former.has_ended else 0
-        for count, event in enumerate(_written(events, ids, self._number + 1, sent, logprobs), sent + 1):
+        first = _LAST_OPENING + at.index + 1
+        for count, event in enumerate(_written(events, ids, first, sent, logprobs), sent + 1):
             await self.write(event, more=count < len(events))
 
 

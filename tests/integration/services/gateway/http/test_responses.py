@@ -330,10 +330,17 @@ async def test_a_closed_gateway_fails_the_response_and_another_goes_on(world: Wo
         assert failed.json["response"]["status"] == "failed"
         assert failed.json["response"]["error"]["code"] == "unavailable"
         world.target.gate.open()
+        begun = deltas(events)
+        assert begun
+        after = {"stream": "true", "starting_after": str(failed.json["sequence_number"])}
+        rest = Events()
+        async with other.raw.stream("GET", f"{PATH}/resp_{events.session_id}", params=after) as response:
+            await rest.listen(response)
         await other.resume(events)
         whole = await respond(other, max_output_tokens=300)
     assert deltas(events) == text_of(whole)
     assert numbers(events) == sorted(set(numbers(events)))
+    assert begun + deltas(rest) == text_of(whole)
 
 
 async def test_a_failed_response_tells_no_token_that_is_not_logged(

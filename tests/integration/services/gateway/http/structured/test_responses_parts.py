@@ -130,6 +130,32 @@ async def test_a_stream_goes_on_after_any_event(
         assert (await other.raw.get(f"{PATH}/{response['id']}", params=after)).status_code == 204
 
 
+@pytest.mark.parametrize("tokens", [4, 20, 40, 75], ids=["reasoning", "message", "name", "arguments"])
+async def test_a_stream_goes_on_after_it_has_failed(world: World, answers: Answers, tokens: int) -> None:
+    first = await world.gateway(draft="none", http_port=0, drain_timeout_s=0.1)
+    second = await world.gateway(draft="none", http_port=0)
+    answers.write(ANSWER)
+    world.target.gate.close_after(tokens)
+    begun, rest = Events(), Events()
+    body = BODY | {"return_token_ids": True}
+    async with http_client(first.http) as client, http_client(second.http) as other:
+        async with client.open(PATH, body) as response:
+            await world.target.waits_after(tokens)
+            await first.running.stop()
+            await begun.listen(response)
+        failed = begun.events.pop()
+        assert failed.kind == "response.failed"
+        assert failed.json["sequence_number"] == begun.events[-1].json["sequence_number"]
+        world.target.gate.open()
+        after = {"stream": "true", "starting_after": str(failed.json["sequence_number"])}
+        async with other.raw.stream("GET", f"{PATH}/resp_{begun.session_id}", params=after) as response:
+            await rest.listen(response)
+        whole = await other.stream(PATH, body)
+    continued = Events([*begun.events, *rest.events])
+    assert [item["text"] for item in assembled(continued)] == [item["text"] for item in assembled(whole)]
+    assert tokens_of(continued) == tokens_of(whole)
+
+
 @pytest.mark.parametrize("written", [CALL, CALL_BEGINS + "[1]}\n", CALL_BEGINS + '{"a'])
 async def test_a_conversation_with_results(
     client: HttpClient, answers: Answers, world: World, written: str
