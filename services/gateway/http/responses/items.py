@@ -174,8 +174,8 @@ class PartsReader:
         return self._events(self._reader.finish())
 
     def close(self, status: str) -> list[Event]:
-        """End the open item."""
-        return list(self._builder.close(status))
+        """End the open item, which is incomplete if it is a call that a stop string has cut off."""
+        return list(self._builder.close("incomplete" if self._reader.is_call_cut else status))
 
     async def skip(self, end: int) -> None:
         """Read the first `end` tokens. Others get a turn between pieces of them."""

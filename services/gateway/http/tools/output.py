@@ -23,6 +23,7 @@ from services.gateway.http.tools.deltas import (
     joined,
 )
 from services.gateway.http.tools.formats import tool_format
+from services.gateway.http.tools.json_calls import JsonScanner
 from services.gateway.http.tools.marks import Marks
 from services.gateway.http.tools.reasoning import ReasoningSplit
 
@@ -34,7 +35,9 @@ class OutputReader:
 
     def __init__(self, form: Format, tokenizer: Tokenizer, answer: Answer) -> None:
         self.reasoning_tokens = 0
-        self.has_calls = False
+        self._has_calls = False
+        self._arguments: JsonScanner | None = None
+        """Of the call that the text so far ends with."""
         self._answer = answer
         self._end = 0
         self._format = tool_format(tokenizer) if form.tools else None
@@ -50,6 +53,18 @@ class OutputReader:
             opening, self._closing = sign(reasoning.opening), sign(reasoning.closing)
             is_open = reasoning.is_open(answer.spec.prompt, tokenizer.decode)
             self._split = self._parser = ReasoningSplit(self._parser, opening, self._closing, is_open=is_open)
+
+    @property
+    def has_calls(self) -> bool:
+        """Return True if the answer has calls, the last of which no stop string has cut off."""
+        return self._has_calls and not self.is_call_cut
+
+    @property
+    def is_call_cut(self) -> bool:
+        """Return True if a stop string has ended the answer within the arguments of a call."""
+        ending = self._answer.ending
+        has_stop = ending is not None and isinstance(ending.matched, str)
+        return has_stop and self._arguments is not None and self._arguments.depth > 0
 
     def push(self, end: int) -> list[Delta]:
         """Read further tokens, up to the first `end` of the answer."""
@@ -110,7 +125,14 @@ class OutputReader:
 
     def _noted(self, deltas: Iterable[Delta]) -> list[Delta]:
         whole = list(map(self._marks.restore, joined(deltas)))
-        self.has_calls = self.has_calls or any(isinstance(delta, CallBegins) for delta in whole)
+        for delta in whole:
+            if isinstance(delta, CallBegins):
+                self._has_calls, self._arguments = True, JsonScanner()
+            elif not isinstance(delta, CallArguments):
+                self._arguments = None
+            elif self._arguments is not None:
+                for char in delta.text:
+                    self._arguments.take(char)
         return whole
 
 

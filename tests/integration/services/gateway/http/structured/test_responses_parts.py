@@ -130,6 +130,18 @@ async def test_a_stream_goes_on_after_any_event(
         assert (await other.raw.get(f"{PATH}/{response['id']}", params=after)).status_code == 204
 
 
+async def test_a_call_that_a_stop_string_cuts_is_incomplete(client: HttpClient, answers: Answers) -> None:
+    answers.write(f"{OTHER}{CALL}")
+    body = BODY | {"stop": "2}"}
+    whole = (await client.post(PATH, body)).json()
+    assert [item["status"] for item in whole["output"]] == ["completed", "incomplete"]
+    assert (whole["status"], whole["stop_reason"]) == ("completed", "2}")
+    assert (await client.raw.get(f"{PATH}/{whole['id']}")).json()["output"] == whole["output"]
+    events = await client.stream(PATH, body)
+    streamed = events.events[-1].json["response"]["output"]
+    assert [item["status"] for item in streamed] == ["completed", "incomplete"]
+
+
 @pytest.mark.parametrize("tokens", [4, 20, 40, 75], ids=["reasoning", "message", "name", "arguments"])
 async def test_a_stream_goes_on_after_it_has_failed(world: World, answers: Answers, tokens: int) -> None:
     first = await world.gateway(draft="none", http_port=0, drain_timeout_s=0.1)

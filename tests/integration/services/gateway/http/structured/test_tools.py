@@ -218,6 +218,30 @@ async def test_a_call_that_is_cut_off(client: HttpClient, answers: Answers) -> N
     assert len(call["function"]["arguments"]) > 2
 
 
+@pytest.mark.parametrize(
+    ("stop", "reason", "arguments"),
+    [
+        ("2}", "stop", '{"city": "Orlé", "days": '),
+        (": {", "stop", None),
+        ("2}}\nX", "tool_calls", '{"city": "Orlé", "days": 2}'),
+        ("}\n", "tool_calls", '{"city": "Orlé", "days": 2}'),
+    ],
+)
+async def test_a_stop_string_in_a_call(
+    client: HttpClient, answers: Answers, stop: str, reason: str, arguments: str | None
+) -> None:
+    answers.write(CALL)
+    body = {**BODY, "stop": stop}
+    [choice] = (await client.post(PATH, body)).json()["choices"]
+    assert choice["finish_reason"] == reason
+    calls = choice["message"].get("tool_calls", [])
+    assert [call["function"]["arguments"] for call in calls] == ([] if arguments is None else [arguments])
+    streamed = await client.stream(PATH, body)
+    assert streamed.finish_reasons() == [reason]
+    functions = [call["function"] for call in merged(streamed).get("tool_calls", [])]
+    assert functions == [call["function"] for call in calls]
+
+
 @pytest.mark.parametrize(("n", "stop"), [(1, ()), (2, ()), (2, (",\nX", "So.X", "}}\nX"))])
 async def test_a_stream_goes_on_after_any_event(
     world: World, answers: Answers, n: int, stop: Sequence[str]
