@@ -18,6 +18,8 @@ from services.gateway.http.tools.deltas import CallArguments, CallBegins, Delta
 SPACE = " \t\r\n"
 _BARE = frozenset(SPACE + ",:0123456789+-.eEtrufalsn")
 """Characters of JSON outside of texts, besides brackets."""
+_LITERAL = frozenset("TrueFalseNoneNaNInfinity")
+"""Characters of literals that Python has in place of JSON's, as models write them at times."""
 _TEXT = r'"(?:[^"\\]|\\.)*"'
 _HEAD = re.compile(
     rf'\{{\s*(?:"(?:type|id)"\s*:\s*{_TEXT}\s*,\s*)*'
@@ -38,10 +40,14 @@ class State(enum.Enum):
 
 
 class JsonScanner:
-    """Follow the brackets of JSON, a character at a time; `depth` is the number of open ones."""
+    """Follow the brackets of JSON, a character at a time; `depth` is the number of open ones.
 
-    def __init__(self) -> None:
+    Python's literals are taken within more than `outer` brackets.
+    """
+
+    def __init__(self, outer: int = 0) -> None:
         self.depth = 0
+        self._outer = outer
         self._in_text = False
         self._escapes = False
 
@@ -61,7 +67,7 @@ class JsonScanner:
         elif char in "}]":
             self.depth -= 1
         else:
-            return char in _BARE
+            return char in _BARE or (char in _LITERAL and self.depth > self._outer)
         return True
 
 
@@ -73,7 +79,7 @@ class CallReader:
         self.has_begun = False
         self._index = index
         self._needs_arguments = needs_arguments
-        self._scanner = JsonScanner()
+        self._scanner = JsonScanner(outer=1)
         self._whole: list[str] | None = []
         """The text so far; None once the arguments are passed on."""
         self._in_arguments = False

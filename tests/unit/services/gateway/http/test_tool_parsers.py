@@ -141,6 +141,7 @@ def test_calls_as_the_template_of_mistral_v11_writes_them(preamble: str, count: 
 F = CallBegins(0, "f")
 EMPTY = [F, CallArguments(0, "{}")]
 ONE = [F, CallArguments(0, '{"a": 1}')]
+PYTHON = '{"a": True, "b": [False, None, NaN, -Infinity]}'
 
 
 @pytest.mark.parametrize(
@@ -176,6 +177,19 @@ ONE = [F, CallArguments(0, '{"a": 1}')]
         (hermes_calls, '<tool_call>{"name": "f", "arguments": {}}}</tool_call> A', [*EMPTY, Content(" A")]),
         (hermes_calls, '<tool_call>{"name": "f", "arguments": {}\n</tool_call>', EMPTY),
         (hermes_calls, '<tool_call>{"name": "f", "arguments": {}}\n\nDone.', [*EMPTY, Content("Done.")]),
+        (
+            hermes_calls,
+            f'<tool_call>{{"name": "f", "arguments": {PYTHON}}}</tool_call> A',
+            [F, CallArguments(0, PYTHON), Content(" A")],
+        ),
+        (mistral_calls, f"[TOOL_CALLS]f[ARGS]{PYTHON}", [F, CallArguments(0, PYTHON)]),
+        (BareCalls, f'{{"name": "f", "parameters": {PYTHON}}}', [F, CallArguments(0, PYTHON)]),
+        (
+            hermes_calls,
+            '<tool_call>{"name": "f", "arguments": {"a": Orl}}</tool_call>',
+            [F, CallArguments(0, '{"a": '), Content("Orl}}</tool_call>")],
+        ),
+        (hermes_calls, '<tool_call>{"name": "f", "arguments": {}\nNone.', [*EMPTY, Content("None.")]),
         # An answer that was cut off by its length.
         (hermes_calls, '<tool_call>{"name": "f", "arguments": {"a": "b', [F, CallArguments(0, '{"a": "b')]),
         (mistral_calls, '[TOOL_CALLS]f[ARGS]{"a', [F, CallArguments(0, '{"a')]),
