@@ -22,6 +22,7 @@ from llguidance import LLMatcher, LLParserLimits
 from galley.core.grammar.limits import GrammarLimits, GrammarUnready, InvalidGrammar
 from galley.core.grammar.schemas.places import place_of_message
 from galley.core.grammar.spec import GrammarSpec
+from galley.core.grammar.tags import schema_of_line
 from galley.core.grammar.vocabulary import Vocabulary
 
 T = TypeVar("T")
@@ -43,6 +44,10 @@ _DETAILS = "\n<state>"
 _MOST_MESSAGE_CHARS = 300
 # Advice to set an option of llguidance, which no request can set.
 _ADVICE = re.compile(r"\. Enable '\w+' option.*", re.DOTALL)
+# A message about a schema within a grammar, and the lines of the grammar at its end. Those of a structural
+# tag are our own.
+_IN_SCHEMA = re.compile(r"at (\d+)\(\d+\): failed to compile JSON schema: ")
+_LISTING = re.compile(r"\n +\d+ \| .*", re.DOTALL)
 
 
 class Lexer:
@@ -203,11 +208,23 @@ def _compiled(vocabulary: Vocabulary, spec: GrammarSpec, native: str, limits: Gr
         ),
     )
     if matcher.is_error():
-        reason = _short(_ADVICE.sub("", matcher.get_error()))
-        place = place_of_message(json.loads(spec.text), reason) if spec.kind == "json_schema" else ""
-        problem = f"must be a grammar that can be compiled, got: {reason}"
-        raise InvalidGrammar(spec.kind, f"{place}: {problem}" if place else problem)
+        raise InvalidGrammar(spec.kind, _problem(vocabulary, spec, limits, matcher.get_error()))
     return matcher
+
+
+def _problem(vocabulary: Vocabulary, spec: GrammarSpec, limits: GrammarLimits, message: str) -> str:
+    """Return what is wrong with a grammar, and the place in a schema if the message tells it."""
+    part, schema = "", json.loads(spec.text) if spec.kind == "json_schema" else None
+    if spec.kind == "structural_tag":
+        message = _LISTING.sub("", message)
+        found = _IN_SCHEMA.match(message)
+        of_line = found and schema_of_line(json.loads(spec.text), vocabulary, limits, int(found[1]))
+        if found and of_line:
+            message = message[found.end() :]
+            part, schema = f"{of_line[0]} ", of_line[1]
+    reason = _short(_ADVICE.sub("", message))
+    place = "" if schema is None else place_of_message(schema, reason)
+    return f"{part}{place}{': ' if place else ''}must be a grammar that can be compiled, got: {reason}"
 
 
 def _first_tokens(matcher: LLMatcher, spec: GrammarSpec, ends: Set[int]) -> list[int]:

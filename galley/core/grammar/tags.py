@@ -21,6 +21,8 @@ from galley.core.grammar.vocabulary import Vocabulary
 
 _KIND: Kind = "structural_tag"
 _REST = "TEXT: /(?s:.*)/"
+_FIRST_RULE = 3
+"""The line of the first rule of a part."""
 _Form: TypeAlias = Mapping[str, Any]
 
 
@@ -28,8 +30,17 @@ def tag_grammar(tag: Any, vocabulary: Vocabulary, limits: GrammarLimits) -> str:
     """Return the Lark grammar of a parsed structural tag. Raise InvalidGrammar."""
     rules = _Rules(vocabulary, limits)
     start = rules.part(_form(tag), "format")
-    check_multiples(_KIND, rules.schemas)
+    check_multiples(_KIND, [schema for _, schema in rules.schemas.values()])
     return "\n".join((f"start: {start}", _REST, *rules.lines))
+
+
+def schema_of_line(
+    tag: Any, vocabulary: Vocabulary, limits: GrammarLimits, line: int
+) -> tuple[str, dict[str, Any]] | None:
+    """Return the place in a tag, and the schema, of a line of its grammar, from 1; None if it has none."""
+    rules = _Rules(vocabulary, limits)
+    rules.part(_form(tag), "format")
+    return rules.schemas.get(line - _FIRST_RULE)
 
 
 def _form(tag: Any) -> Any:
@@ -55,7 +66,8 @@ class _Rules:
 
     def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits) -> None:
         self.lines: list[str] = []
-        self.schemas: list[dict[str, Any]] = []
+        self.schemas: dict[int, tuple[str, dict[str, Any]]] = {}
+        """By the index of its line, each with its place."""
         self._vocabulary = vocabulary
         self._limits = limits
         self._writers: dict[str, Callable[[_Form, str], str]] = {
@@ -114,9 +126,10 @@ class _Rules:
         if "json_schema" not in form:
             raise InvalidGrammar(_KIND, f"{place} must have json_schema")
         try:
-            self.schemas.append(check_schema(_KIND, form["json_schema"], self._limits))
+            schema = check_schema(_KIND, form["json_schema"], self._limits)
         except InvalidGrammar as error:
             raise InvalidGrammar(_KIND, f"{place}.json_schema {error.problem}") from None
+        self.schemas[len(self.lines)] = f"{place}.json_schema", schema
         return f"%json {with_options(form['json_schema'])}"
 
     def _token(self, form: _Form, place: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,6 +26,8 @@ from services.gateway.http.transport.encoding import json_text, json_texts
 
 _ANY_OBJECT = {"type": "object"}
 _TAG = f"{FIELD}.structural_tag"
+_ANSWER = re.compile(r"format\.elements\[1\]\.(?:json_schema|pattern) ")
+"""What an error begins with that is about the language of an answer beside calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class ToolUse:
         await self.add_to(request, turn)
         name = f"tools or {language}" if language and not self.is_required else "tools"
         if self.is_required or language:
-            await _check_size(self.callable_tools, name, turn)
+            await _check_size(self.callable_tools, turn)
         form = self._form(request.structured_output, tool_format(tokenizer), language)
         if form is None:
             return ""
@@ -86,12 +89,16 @@ class ToolUse:
                 raise InvalidField(self._parameters_of(tool), f"must have type object, got {kinds!r:.80}")
 
     def located(self, error: InvalidField, language: str) -> InvalidField:
-        """Return an error about the form of the answer as one that names the tool, if it is about one.
+        """Return an error about the form of the answer as one about a tool or the language beside calls.
 
-        `language` is what `set` returned.
+        `language` is what `set` returned. An error that tells neither stays as it is.
         """
-        is_about_answer = " or " in language and error.problem.startswith("format.elements[1]")
-        if error.field != _TAG or is_about_answer or (refused := refused_tool(error.problem)) is None:
+        if error.field != _TAG:
+            return error
+        _, has_both, answer = language.partition(" or ")
+        if has_both and (found := _ANSWER.match(error.problem)) is not None:
+            return InvalidField(answer, error.problem[found.end() :])
+        if (refused := refused_tool(error.problem)) is None:
             return error
         number, problem = refused
         return InvalidField(self._parameters_of(self.callable_tools[number]), problem)
@@ -152,10 +159,10 @@ def _unbound(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"function": {**tool["function"], "parameters": _ANY_OBJECT}}
 
 
-async def _check_size(tools: Sequence[Mapping[str, Any]], name: str, turn: asyncio.Lock) -> None:
+async def _check_size(tools: Sequence[Mapping[str, Any]], turn: asyncio.Lock) -> None:
     """Raise InvalidField for schemas that are too large for a grammar: to make its form takes long."""
     schemas = await json_texts([tool["function"].get("parameters") for tool in tools], turn)
-    _check_bytes(name, sum(len(schema.encode()) for schema in schemas))
+    _check_bytes("tools", sum(len(schema.encode()) for schema in schemas))
 
 
 def _check_bytes(name: str, size: int) -> None:

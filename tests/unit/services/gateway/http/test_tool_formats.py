@@ -202,7 +202,13 @@ def test_calls_that_stand_alone_have_no_form_amid_text() -> None:
 @pytest.mark.parametrize("tool_format", [HERMES, LLAMA, MISTRAL_LIST, MISTRAL_IDS, MISTRAL])
 def test_an_error_of_a_form_tells_which_tool_it_is_about(tool_format: ToolFormat) -> None:
     part = {"properties": {"parameters": {"minProperties": 5}}}
-    for schema, place in (({"minProperties": 5}, ""), (part, "properties.parameters: ")):
+    refusals: list[tuple[dict[str, Any], str]] = [
+        ({"minProperties": 5}, "minProperties must be"),
+        (part, "properties.parameters: minProperties must be"),
+        ({"not": {}}, 'not: must be a grammar that can be compiled, got: Unimplemented keys: ["not"]'),
+        ({"oneOf": [{}, {}]}, "oneOf: must be a grammar that can be compiled, got: oneOf constraints"),
+    ]
+    for schema, expected in refusals:
         tools = [TOOLS[1], function("f", schema)]
         calls = tool_format.calls(tools, parallel=True)
         beside = one_of(calls, {"type": "json_schema", "json_schema": CITY})
@@ -213,7 +219,7 @@ def test_an_error_of_a_form_tells_which_tool_it_is_about(tool_format: ToolFormat
                 refused = refused_tool(caught.value.problem)
                 assert refused is not None
                 number, problem = refused
-                assert (number, problem.startswith(f"{place}minProperties must be")) == (1, True), problem
+                assert (number, problem.startswith(expected)) == (1, True), problem
     assert refused_tool("must be a grammar that can be compiled") is None
 
 

@@ -207,8 +207,13 @@ async def test_strict_tools_bind_calls_amid_text(client: HttpClient, world: Worl
         ({"type": ["array", "null"]}, "must have type object, got ['array', 'null']"),
         ({"minProperties": 5}, "minProperties must be at most one more than the 0 required, got 5"),
         ({"properties": {"a": {"minProperties": 5}}}, "properties.a: minProperties must be"),
+        ({"not": {}}, 'not: must be a grammar that can be compiled, got: Unimplemented keys: ["not"]'),
+        (
+            {"properties": {"a": {"type": "nothing"}}},
+            "properties.a.type: must be a grammar that can be compiled, got: Invalid type: nothing",
+        ),
     ],
-    ids=["type", "whole", "part"],
+    ids=["type", "whole", "part", "uncompilable", "an uncompilable part"],
 )
 async def test_a_refused_tool_is_named(client: HttpClient, schema: dict[str, Any], problem: str) -> None:
     function = {"name": "f", "strict": True, "parameters": schema}
@@ -225,12 +230,31 @@ async def test_a_refused_tool_is_named(client: HttpClient, schema: dict[str, Any
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (400, place), error
         assert error["message"].startswith(f"{place}: {problem}")
+        assert "part_" not in error["message"]
 
 
-async def test_a_refused_form_of_calls_or_answer_names_both(client: HttpClient) -> None:
-    wrong = {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}
-    error = (await client.post(CHATS, {**ASK, "tools": [WEATHER], "response_format": wrong})).json()["error"]
-    assert error["param"] == "tools or response_format.json_schema.schema"
+async def test_a_refused_answer_beside_calls_is_named(client: HttpClient) -> None:
+    for schema, problem in (
+        ({"type": "nothing"}, "type: must be a grammar that can be compiled, got: Invalid type: nothing"),
+        ({"minProperties": 5}, "minProperties must be"),
+    ):
+        wrong = {"type": "json_schema", "json_schema": {"schema": schema}}
+        body = {**ASK, "tools": [WEATHER], "response_format": wrong}
+        error = (await client.post(CHATS, body)).json()["error"]
+        assert error["param"] == "response_format.json_schema.schema"
+        assert error["message"].startswith(f"{error['param']}: {problem}")
+    long = {**ASK, "tools": [WEATHER], "structured_outputs": {"regex": "a" * 9000}}
+    assert (await client.post(CHATS, long)).json()["error"]["param"] == "structured_outputs.regex"
+
+
+async def test_schemas_of_tools_that_are_too_large_are_named(world: World) -> None:
+    gateway = await world.gateway(http_port=0, max_message_bytes=1 << 20)
+    large = {"description": "x" * 33_000}
+    tools = [{"type": "function", "function": {"name": name, "parameters": large}} for name in "fg"]
+    body = {**ASK, "tools": tools, "response_format": {"type": "json_object"}}
+    async with http_client(gateway.http) as client:
+        error = (await client.post(CHATS, body)).json()["error"]
+    assert error["param"] == "tools"
 
 
 @pytest.mark.parametrize("schema", ['{"const": "\\ud800"}', '{"a": ' + "[" * 980 + "]" * 980 + "}"])
