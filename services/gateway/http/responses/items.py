@@ -163,8 +163,7 @@ class PartsReader:
         before = self.reasoning_tokens
         deltas = self._reader.push(index + 1)
         if self._answer.spec.logprobs is not None:
-            [text] = self._answer.texts(index, index + 1)
-            self._content.read(index, text)
+            self._content.read(index, self._reader.text_of(index))
             if self.reasoning_tokens > before:
                 self._content.drop()
         return self._events(deltas)

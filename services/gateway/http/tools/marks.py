@@ -58,6 +58,11 @@ class Marks:
         """Return how the mark `text` appears in what `read` returns."""
         return self._signs.get(text, text)
 
+    def hidden_text(self, token: int) -> str:
+        """Return the text of a mark that decoded text leaves out; empty for all other tokens."""
+        mark = self._marks.get(token)
+        return "" if mark is None or mark.decoded else mark.sign.translate(self._texts)
+
     def read(self, token: int, text: str, held_length: int) -> str:
         """Return the text that a token adds, with signs for marks.
 

@@ -78,6 +78,11 @@ class OutputReader:
         self._end = end
         return self._noted(deltas)
 
+    def text_of(self, index: int) -> str:
+        """Return the text that output token `index` adds, marks that are control tokens included."""
+        [text] = self._answer.texts(index, index + 1)
+        return text + self._marks.hidden_text(self._answer.tokens[len(self._answer.spec.prompt) + index])
+
     def finish(self) -> list[Delta]:
         """Return what was held back, once the answer has ended."""
         return self._noted([*self._parser.push(self._marks.finish()), *self._parser.finish()])

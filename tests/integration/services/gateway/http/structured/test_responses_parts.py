@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from tests.fakes import tokenizer_files
 from tests.fakes.http_client import Events, HttpClient, http_client
+from tests.fakes.redis_servers import Server
 from tests.fakes.structured import Answers
 from tests.fakes.world import Gateway, World
+from tests.integration.services.gateway.conftest import a_world
 from tests.integration.services.gateway.http.structured.test_tools import CALL, OTHER, WEATHER
 
 PATH = "/v1/responses"
@@ -264,6 +268,22 @@ async def test_logprobs_are_those_of_the_content(client: HttpClient, answers: An
         ]
         assert of_message[0]["logprobs"] == part["logprobs"]
         assert (of_message[1]["part"], of_message[2]["item"]) == (part, item)
+
+
+async def test_logprobs_of_the_content_leave_out_control_tokens(shared_store: Server, tmp_path: Path) -> None:
+    marks = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    tokenizer_files.write(tmp_path, tokenizer_files.TOOLS_TEMPLATE, control=marks)
+    async with a_world(shared_store, tmp_path, 0) as world:
+        answers = Answers(tmp_path)
+        world.target.truth = answers.of
+        gateway = await world.gateway(http_port=0)
+        async with http_client(gateway.http) as client:
+            answers.write(f"<think>Where?</think>é <tool_call>x{CALL}é.")
+            events = await client.stream(PATH, BODY | {"top_logprobs": 0})
+    output = events.events[-1].json["response"]["output"]
+    parts = [item["content"][0] for item in output if item["type"] == "message"]
+    assert [part["text"] for part in parts] == ["é <tool_call>x", "é."]
+    assert [_spelled(part["logprobs"]) for part in parts] == [part["text"] for part in parts]
 
 
 def _spelled(logprobs: list[dict[str, Any]]) -> str:
