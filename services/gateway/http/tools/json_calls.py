@@ -21,6 +21,7 @@ _BARE = frozenset(SPACE + ",:0123456789+-.eEtrufalsn")
 _LITERAL = frozenset("TrueFalseNoneNaNInfinity")
 """Characters of literals that Python has in place of JSON's, as models write them at times."""
 _TEXT = r'"(?:[^"\\]|\\.)*"'
+_TEXTS = re.compile(_TEXT)
 _HEAD = re.compile(
     rf'\{{\s*(?:"(?:type|id)"\s*:\s*{_TEXT}\s*,\s*)*'
     rf'"name"\s*:\s*({_TEXT})\s*,\s*"(?:arguments|parameters)"\s*:\s*\{{',
@@ -69,6 +70,13 @@ class JsonScanner:
         else:
             return char in _BARE or (char in _LITERAL and self.depth > self._outer)
         return True
+
+
+def is_open(text: str) -> bool:
+    """Return True if a bracket or a text of JSON is not closed at the end of `text`."""
+    rest = _TEXTS.sub("", text)
+    opened, closed = (sum(map(rest.count, brackets)) for brackets in ("{[", "}]"))
+    return opened > closed or '"' in rest
 
 
 class CallReader:

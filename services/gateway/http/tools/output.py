@@ -23,7 +23,7 @@ from services.gateway.http.tools.deltas import (
     joined,
 )
 from services.gateway.http.tools.formats import tool_format
-from services.gateway.http.tools.json_calls import JsonScanner
+from services.gateway.http.tools.json_calls import is_open
 from services.gateway.http.tools.marks import Marks
 from services.gateway.http.tools.reasoning import ReasoningSplit
 
@@ -36,8 +36,8 @@ class OutputReader:
     def __init__(self, form: Format, tokenizer: Tokenizer, answer: Answer) -> None:
         self.reasoning_tokens = 0
         self._has_calls = False
-        self._arguments: JsonScanner | None = None
-        """Of the call that the text so far ends with."""
+        self._arguments: list[str] = []
+        """Of the call that the text so far ends with, in pieces."""
         self._answer = answer
         self._end = 0
         self._format = tool_format(tokenizer) if form.tools else None
@@ -64,7 +64,7 @@ class OutputReader:
         """Return True if a stop string has ended the answer within the arguments of a call."""
         ending = self._answer.ending
         has_stop = ending is not None and isinstance(ending.matched, str)
-        return has_stop and self._arguments is not None and self._arguments.depth > 0
+        return has_stop and is_open("".join(self._arguments))
 
     def push(self, end: int) -> list[Delta]:
         """Read further tokens, up to the first `end` of the answer."""
@@ -131,13 +131,11 @@ class OutputReader:
     def _noted(self, deltas: Iterable[Delta]) -> list[Delta]:
         whole = list(map(self._marks.restore, joined(deltas)))
         for delta in whole:
-            if isinstance(delta, CallBegins):
-                self._has_calls, self._arguments = True, JsonScanner()
-            elif not isinstance(delta, CallArguments):
-                self._arguments = None
-            elif self._arguments is not None:
-                for char in delta.text:
-                    self._arguments.take(char)
+            if isinstance(delta, CallArguments):
+                self._arguments.append(delta.text)
+                continue
+            self._arguments = []
+            self._has_calls = self._has_calls or isinstance(delta, CallBegins)
         return whole
 
 
