@@ -17,7 +17,7 @@ from galley.common.redis.connections import refuse_bad_files
 from galley.common.server.process import in_passing_thread
 from galley.common.server.server import Parts, Prepared, Service, run_main
 from services.target.loading import load_engine
-from services.target.ranks.ranks import run_host, start_ranked_target
+from services.target.ranks.ranks import exit_on_loss, run_host, start_ranked_target
 from services.target.servicer import add_target, registered_target
 from services.target.settings import TargetSettings
 
@@ -38,8 +38,10 @@ def build(settings: TargetSettings) -> Callable[[grpc.aio.Server, Parts], Awaita
             return await start_ranked_target(settings, server, parts)
         parts.readiness.stage("loading model", detail=settings.model)
         engine = await in_passing_thread(load_engine, settings)
-        service = await add_target(server, parts, engine, settings)
-        return registered_target(service, settings, parts.address)
+        target = await add_target(server, parts, engine, settings)
+        service = registered_target(target, settings, parts.address)
+        exit_on_loss(target, service)
+        return service
 
     return build_service
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from opentelemetry.trace import INVALID_SPAN, use_span
@@ -23,7 +23,7 @@ from galley.core.scheduler.memory import KvFacts
 from galley.core.scheduler.messages import BatchInfo, Confirmed, Extend, Response, VerifyRequest
 from galley.core.scheduler.scheduler import Linger
 from galley.core.step import StepOutcome, StepPlan
-from services.target.engine.protocol import TargetEngine
+from services.target.engine.protocol import EngineLost, TargetEngine
 from services.target.spans import Batch, BatchSpans
 
 _SECOND = 1e9
@@ -137,6 +137,8 @@ class StepLoop:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="step")
         self._task = asyncio.ensure_future(self._run())
         self.draining = asyncio.Event()
+        self.on_loss: Callable[[], None] = lambda: None
+        """Is called when the engine is lost, after each step that it fails."""
 
     def submit(self, request: VerifyRequest, span: LightSpan | None = None) -> Ticket:
         """Queue `request` and return the ticket for its responses; `span` is the request's, if it is traced.
@@ -258,6 +260,8 @@ class StepLoop:
             with use_span(batch.failed(failed) if batch is not None else INVALID_SPAN):
                 log_internal(error)
             self._engine.fail(plan, failed)
+            if isinstance(error, EngineLost):
+                self.on_loss()
             return None
         now = time.monotonic_ns()
         info = self._engine.conclude(plan, outcomes, now, batch.packed if batch is not None else b"")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -122,6 +122,10 @@ class TargetService(rpc.TargetServicer):
 
     def lease(self, address: str) -> TargetLease:
         return target_lease(address, self.describe(), self._engine.kv.cached_prefixes(MAX_CACHED_PREFIXES))
+
+    def call_on_loss(self, on_loss: Callable[[], None]) -> None:
+        """Have `on_loss` called when the engine is lost; it may be called again."""
+        self._loop.on_loss = on_loss
 
     async def quiet(self) -> None:
         await self._loop.quiet(_QUIET_S)

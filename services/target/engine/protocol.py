@@ -22,6 +22,10 @@ from galley.core.scheduler.scheduler import MAX_ROWS, Linger
 from galley.core.step import StepOutcome, StepPlan, StepTrace
 
 
+class EngineLost(Exception):
+    """The engine cannot run a step any more, such as after an error of its device."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """Facts of a target. Each rank holds its shard of all `kv_blocks`.

@@ -261,6 +261,17 @@ class LossExit:
             os._exit(1)
 
 
+def exit_on_loss(target: TargetService, service: Service) -> None:
+    """Exit this process once the target's engine is lost; `service` is the target with its registration."""
+
+    async def withdraw() -> None:
+        if isinstance(service, Registered):
+            await service.withdraw()
+        await target.quiet()  # open requests get their status
+
+    target.call_on_loss(LossExit(withdraw, "engine lost").begin)
+
+
 class RankedTarget:
     grpc_services = TargetService.grpc_services
 

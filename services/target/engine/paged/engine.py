@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from galley.core.cost.model import StepTimes
 from galley.core.step import StepOutcome, StepPlan, StepTrace
 from galley.engine.masking import MaskThread
@@ -12,7 +14,7 @@ from galley.engine.sampling.draw import warm_up
 from galley.engine.states import with_states
 from services.target.engine.paged.measurement import measure
 from services.target.engine.paged.target import PagedTarget
-from services.target.engine.protocol import EngineInfo, Limits
+from services.target.engine.protocol import EngineInfo, EngineLost, Limits
 
 if TYPE_CHECKING:
     from galley.engine.model import CausalModel
@@ -60,7 +62,16 @@ class PagedEngine:
         return PagedTarget(self, times, limits, lambda: self._masks.waited_ns)
 
     def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
-        """Run one step; what cannot be sampled, such as NaN, is the outcome of its chunk alone."""
+        """Run one step; what cannot be sampled, such as NaN, is the outcome of its chunk alone.
+
+        Raise EngineLost where the device fails: CUDA then refuses all that this process asks of it.
+        """
+        try:
+            return self._run(plan, watch)
+        except torch.AcceleratorError as error:
+            raise EngineLost(f"the device {self.info.device} has failed") from error
+
+    def _run(self, plan: StepPlan, watch: StepTrace | None) -> list[StepOutcome]:
         draws = [chunk.draw for chunk in plan.chunks if chunk.draw is not None]
         with self._masks.beside(draws, watch=watch) as masks:
             # [logit rows, vocab] and [feature rows, layers, hidden]
