@@ -1,6 +1,6 @@
 """The batch of one step: how its rows are divided, and what its results share.
 
-Verification comes first, then prompts, the oldest request first, within a budget of rows.
+Verification comes first, then prompts, within a budget of rows. Tenants take turns with their prompts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from galley.core.trees import CHAIN, Parents, simplified
 
 # Prefill gets at least one in this many rows of the budget.
 _PREFILL_SHARE = 4
+# One in so many rows of prefill goes first to prompts that fit there whole.
+_SHORT_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +88,34 @@ def grant_rows(
 
 def _reaching(requests: Sequence[ActiveRequest], prefill: int) -> list[ActiveRequest]:
     """Return the requests that reach their position with `prefill` rows of prefill."""
-    reaching = []
-    for request in requests:
-        if request.uncomputed > 1:
-            prefill -= request.uncomputed
-        if request.uncomputed == 1 or prefill >= 0:
-            reaching.append(request)
-    return reaching
+    rows = _prompt_rows(requests, prefill)
+    return [request for request in requests if rows.get(request.id, 1) == request.uncomputed]
+
+
+def _prompt_rows(requests: Sequence[ActiveRequest], prefill: int) -> dict[int, int]:
+    """Return how many of `prefill` rows each prompt gets, by the id of its request; 0 for some.
+
+    Of the highest priority, prompts that fit whole into a quarter of the rows come first. Then all follow by
+    priority, and in turn (`PromptTurns`). So the long prompts of one tenant hold up those of others for the
+    time of one of them, and short ones hardly.
+    """
+    prompts = [request for request in requests if request.uncomputed > 1]
+    rows = dict.fromkeys((request.id for request in prompts), 0)
+    left, short = prefill, prefill // _SHORT_SHARE
+    for request in prompts:
+        if request.uncomputed <= short and request.message.priority == prompts[0].message.priority:
+            rows[request.id] = request.uncomputed
+            short -= request.uncomputed
+            left -= request.uncomputed
+    for request in sorted(prompts, key=_turn):
+        more = min(request.uncomputed - rows[request.id], left)
+        rows[request.id] += more
+        left -= more
+    return rows
+
+
+def _turn(request: ActiveRequest) -> tuple[int, int, tuple[int, int, int]]:
+    return (-request.message.priority, request.turn or 0, request.age)
 
 
 def _certain_counts(offering: Sequence[ActiveRequest], most: int) -> dict[int, int]:
@@ -131,10 +154,9 @@ def _grants(
     requests: Sequence[ActiveRequest], counts: dict[int, int], prefill: int, *, skips: bool
 ) -> list[Grant]:
     grants = []
+    prompt_rows = _prompt_rows(requests, prefill)
     for request in requests:
-        rows = 1 if request.uncomputed == 1 else min(request.uncomputed, prefill)
-        if request.uncomputed > 1:
-            prefill -= rows
+        rows = prompt_rows.get(request.id, 1)
         if rows == 0:
             continue
         count = counts.get(request.id, 0) if rows == request.uncomputed else 0

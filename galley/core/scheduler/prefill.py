@@ -1,4 +1,4 @@
-"""Bound the prompt rows of a step beside streams that wait for their next tokens.
+"""Bound the prompt rows of a step beside streams that wait for their next tokens; divide them among tenants.
 
 A step ends for all its sessions at once, so the rows of a long prompt delay the tokens of all other streams.
 The budget is a time: the step with its prompt rows should take at most `max_itl_ns`. (Chunked prefill beside
@@ -7,7 +7,10 @@ decoding: Sarathi-Serve, arXiv 2403.02310, section 4.2; its budget of tokens is 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from galley.core.cost.model import StepNs
+from galley.core.scheduler.request import ActiveRequest
 
 # Prompts get at least this share of the time of the step's other rows, and at least so many rows: under more
 # load than the bound allows, first tokens must come, too.
@@ -53,3 +56,27 @@ class PrefillBudget:
             return
         factor = min(max((took_ns - others_ns) / expected_ns, 1 / _MOST), _MOST)
         self._factor += _WEIGHT * (factor - self._factor)
+
+
+class PromptTurns:
+    """The turns in which the prompts of tenants are read: start-time fair queuing.
+
+    A prompt's turn is the sum of the tokens of the tenant's prompts before it, but not less than the lowest
+    turn of an unread prompt at its arrival. (Goyal, Vin and Cheng, "Start-time fair queueing", 1997.)
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[bytes, int] = {}
+
+    def give(self, requests: Iterable[ActiveRequest]) -> None:
+        """Give a turn to the prompts, of all active requests, that have none yet."""
+        prompts = [request for request in requests if request.uncomputed > 1]
+        new = [request for request in prompts if request.turn is None]
+        if not new:
+            return
+        now = min((request.turn for request in prompts if request.turn is not None), default=None)
+        self._ends = {} if now is None else {one: end for one, end in self._ends.items() if end > now}
+        for request in new:
+            tenant = request.key[0]
+            request.turn = max(now or 0, self._ends.get(tenant, 0))
+            self._ends[tenant] = request.turn + request.uncomputed

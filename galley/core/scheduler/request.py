@@ -140,7 +140,8 @@ class ActiveRequest:
 
     `block_hashes` are those of the first full blocks, as far as they were known when it was admitted.
     `kv_len` is None until KV blocks are allocated. The first result reports `kv_reused`, and resets it to 0.
-    `is_new`: its session had no blocks before.
+    `is_new`: its session had no blocks before. `turn` is when its prompt is read (`PromptTurns`), if it has
+    one.
     `tail` is what the hint offers as of the last `update_hint`; its first `certain` tokens follow in any
     case. `grammar` follows `tokens`, if there is one.
     """
@@ -162,6 +163,7 @@ class ActiveRequest:
         self.tokens = GrowingTokens()
         self.block_hashes: Sequence[bytes] = ()
         self.kv_len: int | None = None
+        self.turn: int | None = None
         self.limit = min(message.limit, message.max_position)
         self.hint_due = message.hint_due
         self.tail = NOTHING

@@ -47,7 +47,7 @@ from galley.core.scheduler.messages import (
     Superseded,
     VerifyRequest,
 )
-from galley.core.scheduler.prefill import PrefillBudget
+from galley.core.scheduler.prefill import PrefillBudget, PromptTurns
 from galley.core.scheduler.request import ActiveRequest, SessionStatistics
 from galley.core.step import (
     Computed,
@@ -115,6 +115,7 @@ class Scheduler:
         self._max_waiting = max_waiting
         self._lingering = LingerPolicy(max_linger_ns, self._times)
         self._prefill = PrefillBudget(max_itl_ns, self._times)
+        self._turns = PromptTurns()
         self._requests: dict[int, ActiveRequest] = {}
         self._active: dict[SessionKey, ActiveRequest] = {}
         self._arriving: dict[SessionKey, list[ActiveRequest]] = {}
@@ -301,6 +302,7 @@ class Scheduler:
             until_ns = self._lingering.until(requests, now)
             if until_ns is not None:
                 return Linger(until_ns)
+            self._turns.give(requests)
             granted = grant_rows(
                 requests,
                 self._times,

@@ -555,6 +555,58 @@ def test_prompts_are_fed_by_priority_and_then_by_arrival() -> None:
     assert fed == ["urgent", "early", "late", "idle"]
 
 
+def submit_prompts(bench: Bench, tenant: str, count: int, length: int, arrival_ns: int = 0) -> None:
+    for number in range(count):
+        tokens, arrived_ns = prompt(length, ord(tenant) + number), arrival_ns + number
+        session, salt = f"{tenant}{number}", tenant.encode()
+        bench.submit(request(tokens, session=session, salt=salt, arrival_ns=arrived_ns))
+
+
+def rows_of_step(bench: Bench) -> dict[str, int]:
+    """Return how many tokens a step feeds of each session."""
+    plan = bench.begin()
+    rows = {chunk.key[1]: len(chunk.tokens) for chunk in plan.chunks}
+    bench.finish(plan)
+    return rows
+
+
+def order_of_ends(bench: Bench) -> list[str]:
+    """Return the sessions in the order in which their prompts are read."""
+    ended: dict[str, None] = {}
+    while bench.scheduler.queue_depth:
+        for name in rows_of_step(bench):
+            ended.pop(name, None)
+            ended[name] = None
+    return list(ended)
+
+
+@pytest.mark.parametrize("length", [32, 40])  # of whole steps, and not
+def test_the_long_prompts_of_a_tenant_hold_up_those_of_others_for_one_of_them(length: int) -> None:
+    bench = Bench(max_rows=16, blocks=256)
+    submit_prompts(bench, "a", 4, length)
+    assert rows_of_step(bench) == {"a0": 16}
+    submit_prompts(bench, "b", 1, length, arrival_ns=9)
+    assert order_of_ends(bench) == ["a0", "b0", "a1", "a2", "a3"]
+
+
+def test_a_tenant_that_comes_later_takes_turns_with_the_one_before() -> None:
+    bench = Bench(max_rows=16, blocks=256)
+    submit_prompts(bench, "a", 5, 32)
+    for _ in range(4):
+        rows_of_step(bench)
+    submit_prompts(bench, "b", 3, 32, arrival_ns=9)
+    assert order_of_ends(bench) == ["a2", "b0", "a3", "b1", "a4", "b2"]
+
+
+def test_a_short_prompt_waits_for_no_long_one_unless_its_priority_is_lower() -> None:
+    bench = Bench(max_rows=16, blocks=256)
+    submit_prompts(bench, "a", 4, 40)
+    submit_prompts(bench, "b", 2, 4, arrival_ns=9)
+    bench.submit(request(prompt(3), session="idle", salt=b"c", arrival_ns=9, priority=-1))
+    assert rows_of_step(bench) == {"a0": 12, "b0": 4}
+    assert rows_of_step(bench) == {"a0": 12, "b1": 4}
+
+
 def test_too_many_waiting_refuse_the_youngest_of_least_priority() -> None:
     bench = Bench(max_waiting=2)
     low = [
