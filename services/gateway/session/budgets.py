@@ -29,6 +29,8 @@ class _Tended:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     settling: asyncio.Lock = field(default_factory=asyncio.Lock)
     task: asyncio.Task[None] | None = None
+    calls: int = 0
+    """Calls that have tokens of the lease in an exchange, or may get some from one."""
 
 
 class Budgets:
@@ -43,8 +45,12 @@ class Budgets:
         if principal.limits.tokens_per_s is None:
             return
         tended = self._of(principal)
-        wait_ns = await self._take(tended, tokens, until_ns)
-        tended.changed.set()
+        tended.calls += 1
+        try:
+            wait_ns = await self._take(tended, tokens, until_ns)
+        finally:
+            tended.calls -= 1
+            tended.changed.set()
         _refuse(principal, tokens, wait_ns)
 
     def check(self, principal: Principal) -> None:
@@ -86,12 +92,15 @@ class Budgets:
         try:
             return await asyncio.shield(pending)
         except asyncio.CancelledError:  # the store decides nevertheless
-            pending.add_done_callback(lambda done: self._return(lease, tokens, done))
+            tended.calls += 1
+            pending.add_done_callback(lambda done: self._return(tended, tokens, done))
             raise
 
-    def _return(self, lease: BudgetLease, tokens: int, done: asyncio.Future[int]) -> None:
+    def _return(self, tended: _Tended, tokens: int, done: asyncio.Future[int]) -> None:
         if not done.cancelled() and done.exception() is None and done.result() == 0:
-            self.add(lease.principal, tokens)
+            self.add(tended.lease.principal, tokens)
+        tended.calls -= 1
+        tended.changed.set()
 
     async def _exchange(self, lease: BudgetLease, exchange: Exchange) -> int:
         try:
@@ -118,7 +127,7 @@ class Budgets:
 
     async def _settle_until_over(self, tended: _Tended) -> None:
         is_failing = False
-        while not tended.lease.is_over(self._clock.now_ns()):
+        while tended.calls or not tended.lease.is_over(self._clock.now_ns()):
             tended.changed.clear()
             try:
                 if not await self._settle(tended):

@@ -23,7 +23,10 @@ IN_TIME = 10**18
 
 
 class Shared(MemoryStore):
-    """The store of both gateways; `may_reply` holds replies back, `may_settle` what no call waits for."""
+    """The store of both gateways; `may_reply` holds replies back, `may_settle` what no call waits for.
+
+    The exchange of a call waits for `arrival`, if that is set, and fails as it does.
+    """
 
     def __init__(self, clock: ManualClock) -> None:
         super().__init__(clock=lambda: clock.now / SECOND)
@@ -35,6 +38,7 @@ class Shared(MemoryStore):
         self.may_reply.set()
         self.may_settle = asyncio.Event()
         self.may_settle.set()
+        self.arrival: asyncio.Future[None] | None = None
 
     async def exchange(self, bucket: TokenBucket, exchange: Exchange) -> Exchanged:
         self.failures += self.is_away
@@ -44,6 +48,8 @@ class Shared(MemoryStore):
             raise StoreUnavailable("the session store is unavailable")
         if exchange.needed is None:
             await self.may_settle.wait()
+        elif self.arrival is not None:
+            await self.arrival
         reply = await super().exchange(bucket, exchange)
         self.watch.changed()
         await self.may_reply.wait()
@@ -188,6 +194,67 @@ async def test_a_call_that_ends_while_it_waits_takes_nothing(
     await asyncio.wait({waiting})
     store.may_reply.set()
     await store.watch.until(lambda: store.level == 160)
+
+
+async def asking(store: Shared, clock: ManualClock, budgets: Budgets) -> asyncio.Task[None]:
+    """Return a call for 50 tokens, with a charge of 20, whose exchange takes longer than a lease idles."""
+    budgets.add(ALICE, -20)
+    await store.watch.until(lambda: store.level == 140)
+    store.arrival = asyncio.get_running_loop().create_future()
+    call = asyncio.create_task(budgets.reserve(ALICE, 50, clock.now + 10 * SECOND))
+    budgets.add(ALICE, -20)
+    await store.watch.until(lambda: len(store.exchanges) == 2)
+    assert store.exchanges[1] == Exchange(-20, 50, 10), "the call sends the charge"
+    clock.now += 10 * SECOND
+    budgets.add(ALICE, 5)  # the lease is looked at now
+    await store.watch.until(lambda: store.level == 155)
+    return call
+
+
+async def test_what_a_call_was_to_charge_is_charged_after_it_gave_up(
+    store: Shared, clock: ManualClock, gateways: tuple[Budgets, Budgets]
+) -> None:
+    call = await asking(store, clock, gateways[0])
+    assert store.arrival is not None
+    store.arrival.set_exception(StoreUnavailable("the session store is unavailable"))
+    with pytest.raises(StoreUnavailable):
+        await call
+    await store.watch.until(lambda: store.level == 135)
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+async def test_what_a_slow_exchange_leased_is_returned(
+    store: Shared, clock: ManualClock, gateways: tuple[Budgets, Budgets], has_left: bool
+) -> None:
+    first, _ = gateways
+    call = await asking(store, clock, first)
+    assert store.arrival is not None
+    if has_left:
+        call.cancel()
+        await asyncio.wait({call})
+    store.arrival.set_result(None)
+    if not has_left:
+        await call
+        first.add(ALICE, 50)
+    await first.close()
+    assert store.level == 135
+
+
+async def test_what_is_leased_after_a_slow_settlement_is_returned(
+    store: Shared, clock: ManualClock, gateways: tuple[Budgets, Budgets]
+) -> None:
+    first, _ = gateways
+    store.may_settle.clear()
+    first.add(ALICE, -20)
+    await store.watch.until(lambda: len(store.exchanges) == 1)
+    call = asyncio.create_task(first.reserve(ALICE, 50, IN_TIME))
+    await asyncio.sleep(0)  # it waits for the settlement
+    clock.now += SECOND
+    store.may_settle.set()
+    await call
+    first.add(ALICE, 50)
+    await first.close()
+    assert store.level == 140
 
 
 async def test_a_cancellation_is_not_swallowed_by_a_change(
