@@ -106,35 +106,38 @@ class RunningHash:
 class PrefixHasher:
     """An incremental `prefix_hash`, which does not hash a growing sequence from its start each time.
 
-    The owner of the sequence calls `truncate` before it changes tokens that were hashed.
+    The owner of the sequence calls `truncate` before it changes tokens that were hashed. The first `skipped`
+    tokens of each sequence are left out: lengths count from there.
     """
 
-    __slots__ = ("_last", "_marks")
+    __slots__ = ("_last", "_marks", "_skipped")
 
-    def __init__(self) -> None:
+    def __init__(self, skipped: int = 0) -> None:
+        self._skipped = skipped
         # Checkpoint i covers the first i * _MARK_TOKENS tokens.
         self._marks = [blake2b(digest_size=HASH_BYTES, person=_PERSON)]
         self._last = (0, self._marks[0])
 
     def digest(self, tokens: Sequence[int], length: int) -> bytes:
-        """Return the hash of tokens[:length]; 0 <= length <= len(tokens)."""
+        """Return the hash of tokens[skipped : skipped + length]; 0 <= length <= len(tokens) - skipped."""
+        skipped = self._skipped
         while len(self._marks) <= length // _MARK_TOKENS:
             done = (len(self._marks) - 1) * _MARK_TOKENS
             mark = self._marks[-1].copy()
-            mark.update(token_bytes(tokens[done : done + _MARK_TOKENS]))
+            mark.update(token_bytes(tokens[skipped + done : skipped + done + _MARK_TOKENS]))
             self._marks.append(mark)
         done, state = self._last
         marked = length // _MARK_TOKENS * _MARK_TOKENS
         if not marked <= done <= length:
             done, state = marked, self._marks[length // _MARK_TOKENS]
         state = state.copy()
-        state.update(token_bytes(tokens[done:length]))
+        state.update(token_bytes(tokens[skipped + done : skipped + length]))
         self._last = (length, state)
         return state.digest()
 
     def extended_digest(self, tokens: Sequence[int], further: Sequence[int]) -> bytes:
         """Return the hash of `tokens` followed by `further`, which is not remembered."""
-        self.digest(tokens, len(tokens))
+        self.digest(tokens, len(tokens) - self._skipped)
         state = self._last[1].copy()
         state.update(token_bytes(further))
         return state.digest()

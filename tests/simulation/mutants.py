@@ -38,7 +38,7 @@ from services.gateway.http.api.choices import Choice
 from services.gateway.http.api.positions import Position, event_id
 from services.gateway.http.api.stream import EventStream
 from services.gateway.replicas.drafts import DraftPool, DraftReplica
-from services.gateway.request.validate import session_id_for, tenant_salt_for
+from services.gateway.request.validate import ResumeSpec, session_id_for, tenant_salt_for
 from services.gateway.session.streams import Streams, check_resume
 from services.gateway.store.session_log import SessionLog, StoreTime, retry
 from services.gateway.versions.keeper import VersionKeeper
@@ -128,7 +128,7 @@ def _only_accepted_once(draft: DraftReplica) -> bool:
     return not draft.is_accepted
 
 
-def _unchecked(_stored: StoredSession, _spec: SessionSpec, _next_index: int, _seen_hash: bytes) -> int:
+def _unchecked(_stored: StoredSession, _spec: SessionSpec, _resume: ResumeSpec, _output_hash: bytes) -> int:
     """Let every Resume pass, as if nothing of the answer were left."""
     return 0
 
@@ -142,15 +142,20 @@ async def _own_bucket(store: SimStore, bucket: TokenBucket, exchange: Exchange) 
     return await _exchange(store, own, exchange)
 
 
-def _reserving_nothing(stored: StoredSession, spec: SessionSpec, next_index: int, seen_hash: bytes) -> int:
-    check_resume(stored, spec, next_index, seen_hash)
+def _reserving_nothing(
+    stored: StoredSession, spec: SessionSpec, resume: ResumeSpec, output_hash: bytes
+) -> int:
+    check_resume(stored, spec, resume, output_hash)
     return 0
 
 
-def _unchecked_at_the_end(stored: StoredSession, spec: SessionSpec, next_index: int, seen_hash: bytes) -> int:
+def _unchecked_at_the_end(
+    stored: StoredSession, spec: SessionSpec, resume: ResumeSpec, output_hash: bytes
+) -> int:
     """Check `seen_hash` only if the log holds more than the client has."""
-    is_end = next_index == len(stored.tokens) - stored.prompt_len
-    return check_resume(stored, spec, next_index, b"" if is_end else seen_hash)
+    if resume.next_index == len(stored.tokens) - stored.prompt_len:
+        resume = replace(resume, seen_hash=b"")
+    return check_resume(stored, spec, resume, output_hash)
 
 
 class Unchecked(Delivery):

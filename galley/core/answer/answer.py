@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any, TypeAlias, TypeVar
 
 from galley.core.answer.text import TextStream
-from galley.core.content import PrefixHasher, prefix_hash, token_bytes, tokens_from_bytes
+from galley.core.content import PrefixHasher, token_bytes, tokens_from_bytes
 from galley.core.grammar.spec import GrammarSpec
 from galley.core.records import PositionLogprobs, TokenRecord
 from galley.core.sampling_params import SamplingParams
@@ -116,6 +116,7 @@ class Answer:
         self.tokens: list[int] = list(spec.prompt)
         # Every round needs hashes of prefixes.
         self._hasher = PrefixHasher()
+        self._output_hasher = PrefixHasher(len(spec.prompt))
         self.records: list[TokenRecord] = []
         self.ending: Ending | None = None
         self.fingerprint: str | None = None
@@ -142,8 +143,7 @@ class Answer:
 
     def output_hash(self, length: int) -> bytes:
         """Return the content address of the first `length` output tokens, as a client computes it."""
-        start = len(self.spec.prompt)
-        return prefix_hash(self.tokens[start : start + length])
+        return self._output_hasher.digest(self.tokens, length)
 
     def build_of(self, index: int) -> str | None:
         """Return the fingerprint of the build that computed output token `index`, None if none has."""

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import TypeAlias, TypeVar
 
 from galley.core.answer.answer import Answer, SessionSpec, Steps, decoding, encoding
+from galley.core.content import RunningHash
 from galley.core.errors import LogLost
 from galley.core.lookup.prediction import counting
 from galley.core.records import TokenRecord, decode_records
@@ -20,7 +21,7 @@ Entry: TypeAlias = tuple[int, TokenRecord]
 
 SPEC_FIELD = "spec"
 _PIECE_TOKENS = 32 * 1024
-"""Tokens of a prompt that are hashed before other calls get a turn: about 1 ms."""
+"""Tokens that are hashed or compared before other calls get a turn: about 1 ms."""
 SLICE_TOKENS = 32
 """Tokens replayed before other calls get a turn: about 1 ms, or 3 ms with logprobs."""
 _SHORT_STOPS = 256
@@ -71,12 +72,16 @@ class Replays:
 
     async def extend(self, answer: Answer, before: StoredSession, stored: StoredSession) -> Answer:
         """Return the answer of `stored`, given that of `before`, an earlier reading of the session."""
-        length, size = len(before.tokens), len(before.meta)
-        if stored.tokens[:length] != before.tokens or stored.meta[:size] != before.meta:
+        if not await _in_turns(_extending(before, stored), self._turn):
             return await self.replay(stored)  # the store had lost its latest writes
+        length, size = len(before.tokens), len(before.meta)
         further = zip(stored.tokens[length:], decode_records(stored.meta[size:]), strict=True)
         await self._append(answer, further)
         return answer
+
+    async def output_hash(self, stored: StoredSession, length: int) -> bytes:
+        """Return the content address of the first `length` output tokens of a stored session, or of all."""
+        return await _in_turns(_hashing(stored, length), self._turn)
 
     async def count_drafted(self, stored: StoredSession) -> int:
         """Return how many output tokens of a stored session a draft proposed. Raise LogLost."""
@@ -99,6 +104,9 @@ class Replays:
         def append(batch: Sequence[Entry]) -> None:
             for token, record in batch:
                 answer.append(token, record)
+            # The session's first step needs both, of all that is replayed.
+            answer.prefix_hash(len(answer.tokens))
+            answer.output_hash(answer.output_len)
 
         await self._read(entries, append)
 
@@ -136,6 +144,29 @@ async def _in_turns(steps: Steps[_T], turn: AbstractAsyncContextManager[object])
     except StopIteration as done:
         result: _T = done.value
         return result
+
+
+def _hashing(stored: StoredSession, length: int) -> Steps[bytes]:
+    running, end = RunningHash(), min(stored.prompt_len + length, len(stored.tokens))
+    for at in range(stored.prompt_len, end, _PIECE_TOKENS):
+        running.add(stored.tokens[at : min(at + _PIECE_TOKENS, end)])
+        if at + _PIECE_TOKENS < end:
+            yield
+    return running.digest()
+
+
+def _extending(before: StoredSession, stored: StoredSession) -> Steps[bool]:
+    """Compare in steps: return True if the log of `stored` begins with that of `before`."""
+    if not stored.meta.startswith(before.meta):
+        return False
+    length = len(before.tokens)
+    for at in range(0, length, _PIECE_TOKENS):
+        end = min(at + _PIECE_TOKENS, length)
+        if stored.tokens[at:end] != before.tokens[at:end]:
+            return False
+        if end < length:
+            yield
+    return True
 
 
 def _decoding(stored: StoredSession) -> Steps[SessionSpec]:

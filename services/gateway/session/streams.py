@@ -24,7 +24,6 @@ from galley.core.answer.answer import (
     decode_ending,
     encode_ending,
 )
-from galley.core.content import prefix_hash
 from galley.core.errors import (
     Broken,
     ClientStalled,
@@ -243,7 +242,9 @@ class Streams:
             called_ns = self._clock.now_ns()
             stored = await self.read(resume.session_id, slot.principal, deadline_ns)
             spec = await self._replays.spec_of(stored)
-            left = check_resume(stored, spec, resume.next_index, resume.seen_hash)
+            checked = resume.next_index if resume.seen_hash else 0
+            output_hash = await self._replays.output_hash(stored, checked)
+            left = check_resume(stored, spec, resume, output_hash)
             claims.append(PreparedClaim(slot, resume, stored, spec, left, called_ns))
         await self.reserve(slots, [claim.left for claim in claims], deadline_ns)
         return claims
@@ -499,29 +500,30 @@ def _counted_refusals() -> Iterator[None]:
         raise
 
 
-def check_resume(stored: StoredSession, spec: SessionSpec, next_index: int, seen_hash: bytes) -> int:
+def check_resume(stored: StoredSession, spec: SessionSpec, resume: ResumeSpec, output_hash: bytes) -> int:
     """Return how many tokens of the answer are left at most.
 
-    Raise InvalidField, LogLost or Unavailable unless a client can have `next_index` tokens of this hash.
+    Raise InvalidField, LogLost or Unavailable unless a client can have `next_index` tokens of its hash.
+    `output_hash` is that of the first `next_index` output tokens in the log.
 
     A live session may hold fewer: a store that has lost its latest writes gets them again, from the owner,
     or if that writes nothing any more, from a new one.
     """
-    output = stored.tokens[stored.prompt_len :]
+    next_index, output_len = resume.next_index, len(stored.tokens) - stored.prompt_len
     longest = spec.max_position - stored.prompt_len
     if next_index > longest:
         raise InvalidField("next_index", f"must be <= {longest} (most output tokens), got {next_index}")
-    if next_index > len(output):
+    if next_index > output_len:
         if stored.state == "finished":
-            raise LogLost(f"the client has {next_index} tokens, the log only {len(output)}")
+            raise LogLost(f"the client has {next_index} tokens, the log only {output_len}")
         if 0 <= stored.idle_ms < _OWNER_PAUSE_MS:
             raise Unavailable(
-                f"next_index: must be <= {len(output)} (tokens in the log) while another call writes the "
+                f"next_index: must be <= {output_len} (tokens in the log) while another call writes the "
                 f"log, got {next_index}; resume again"
             )
-    elif seen_hash and prefix_hash(output[:next_index]) != seen_hash:
+    elif resume.seen_hash and output_hash != resume.seen_hash:
         raise LogLost("the answer is not the one whose first tokens the client has seen")
-    return longest - len(output) if stored.state == "live" else 0
+    return longest - output_len if stored.state == "live" else 0
 
 
 def _ending(stored: StoredSession) -> Ending | None:

@@ -177,6 +177,8 @@ def test_prefix_hashes_of_an_answer(prompt: list[int], output: list[int], data: 
             length = data.draw(st.integers(0, len(grown)))
             for size in (length, len(grown), len(grown) - 1):
                 assert answer.prefix_hash(size) == prefix_hash(grown[:size])
+            length = data.draw(st.integers(0, len(grown) - len(prompt)))
+            assert answer.output_hash(length) == prefix_hash(grown[len(prompt) :][:length])
     assert answer.prefix_hash(len(grown)) == prefix_hash(grown)
     assert answer.output_hash(len(output)) == prefix_hash(output)
     assert answer.output_hash(len(output) // 2) == prefix_hash(output[: len(output) // 2])

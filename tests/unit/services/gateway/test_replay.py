@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from galley.core import content
 from galley.core.admission.admission import Principal, PrincipalLimits
 from galley.core.answer import answer as answer_module
 from galley.core.answer.answer import Answer, Ending, Reason, SessionSpec, encode_ending, encode_spec
+from galley.core.content import prefix_hash, prefix_hash_of_bytes
 from galley.core.errors import LogLost, Overloaded
 from galley.core.records import DRAFTED, NOT_DRAFTED, TokenRecord, decode_records, encode_records
 from galley.core.session.machine import SessionLimits
@@ -25,6 +28,7 @@ from services.gateway.session.replay import SLICE_TOKENS, SPEC_FIELD
 from services.gateway.session.runner import Ports, SessionRunner
 from services.gateway.session.streams import LogStatistics, Streams
 from tests.fakes import owners
+from tests.fakes import store as store_module
 from tests.fakes.resumes import resumed
 from tests.fakes.session_ports import SPEC, ManualClock, NoDraft, PortTarget
 from tests.fakes.store import MemoryStore
@@ -71,9 +75,11 @@ class Replaying:
     async def owner(self, session_id: str = "s") -> Ownership:
         return (await self.store.read(session_id, ME.name)).ownership
 
-    async def claim(self, session_id: str = "s", principal: Principal = ME) -> SessionRunner:
+    async def claim(
+        self, session_id: str = "s", principal: Principal = ME, next_index: int = 0, seen_hash: bytes = b""
+    ) -> SessionRunner:
         with self.streams.admit(principal) as slot:
-            return await resumed(self.streams, slot, ResumeSpec(session_id, 0, b""))
+            return await resumed(self.streams, slot, ResumeSpec(session_id, next_index, seen_hash))
 
     @asynccontextmanager
     async def claiming(self) -> AsyncIterator[asyncio.Task[SessionRunner]]:
@@ -226,6 +232,66 @@ async def test_a_long_prediction_is_converted_in_turns(is_new: bool, monkeypatch
     assert runner.session.spec.prediction == PREDICTING.prediction
     assert sizes == [PIECE_TOKENS] * 3 + [1], "once"
     assert len(set(turns)) == len(turns)
+
+
+async def test_what_a_client_has_is_hashed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, piece, length = Replaying(), 1024, 4 * 1024 + 1
+    monkeypatch.setattr(replay, "_PIECE_TOKENS", piece)
+    await world.stored(length=length)
+    with pytest.raises(LogLost, match="not the one whose first tokens the client has seen"):
+        await world.claim(next_index=length, seen_hash=prefix_hash([5] * (length - 1) + [6]))
+    seen_hash = prefix_hash([5] * length)
+    sizes: Counter[int] = Counter()
+    convert = content.token_bytes
+
+    def noted(tokens: Sequence[int]) -> bytes:
+        sizes[world.turns] += len(tokens)
+        return convert(tokens)
+
+    monkeypatch.setattr(content, "token_bytes", noted)
+    # The hashes of the fake store are not the gateway's.
+    monkeypatch.setattr(store_module, "prefix_hash", lambda tokens: prefix_hash_of_bytes(convert(tokens)))
+    ticking = asyncio.create_task(world.tick())
+    runner = await world.claim(next_index=length, seen_hash=seen_hash)
+    runner.session.start(0)
+    ticking.cancel()
+    assert sum(sizes.values()) > 2 * length, "before the claim, and by the session"
+    assert max(sizes.values()) < 2 * piece
+
+
+class Sliced(list[int]):
+    """The tokens of a log, whose slices are noted."""
+
+    def __init__(self, tokens: Sequence[int], world: Replaying) -> None:
+        super().__init__(tokens)
+        self.world = world
+        self.slices: list[tuple[int, int]] = []
+        """The turn and the length of each."""
+
+    def __getitem__(self, key: Any) -> Any:
+        got = super().__getitem__(key)
+        self.slices.append((self.world.turns, len(got)))
+        return got
+
+
+async def test_a_log_is_compared_with_the_one_that_was_replayed_in_turns() -> None:
+    world = Replaying()
+    await world.stored(length=1)
+    stored = await world.store.read("s", ME.name)
+    answer = await world.streams._replays.replay(stored)
+    tokens = [5] * (3 * PIECE_TOKENS + 1)
+    ticking = asyncio.create_task(world.tick())
+    further, same = Sliced([*tokens, 5], world), replace(stored, tokens=tokens)
+    after = replace(stored, tokens=further, meta=stored.meta + encode_records([NOT_DRAFTED]))
+    assert await world.streams._replays.extend(answer, same, after) is answer
+    ticking.cancel()
+    assert answer.output_len == 2
+    assert [length for _, length in further.slices] == [PIECE_TOKENS] * 3 + [1, 1]
+    assert len({turn for turn, _ in further.slices}) >= 4
+    others = replace(after, tokens=[*stored.tokens[:-1], 6], meta=stored.meta)
+    again = await world.streams._replays.extend(answer, stored, others)
+    assert again is not answer
+    assert again.tokens == others.tokens
 
 
 async def test_answers_that_begin_together_are_made_in_turns_of_their_own(
