@@ -33,7 +33,7 @@ from galley.client.errors import GalleyRpcError, rpc_error
 from galley.client.options import Conversation, GenerateOptions, Prompt, Retries, Tls
 from galley.client.request import generate_request
 from galley.client.result import Output, Result
-from galley.client.streams import NO_RETRIES, AsyncStream, Call, Recovery, ResumePoint
+from galley.client.streams import NO_RETRIES, AsyncStream, Call, Gateways, Recovery, ResumePoint
 from galley.client.structured import parser_of
 from galley.common.tls.channels import open_channel
 from galley.core.names import FORCE_KEY, FORCE_VALUE
@@ -46,6 +46,8 @@ Metadata: TypeAlias = tuple[tuple[str, str], ...]
 Stub: TypeAlias = "rpc.GenerationAsyncStub"
 
 _KEY_BYTES = 16
+# Statuses of a gateway that is down, or that does not respond.
+_LEAVES_GATEWAY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
 _T = TypeVar("_T")
 
 
@@ -98,7 +100,7 @@ class AsyncClient:
         self._force_trace = force_trace
         self._channels: list[grpc.aio.Channel] = []
         self._stubs: list[Stub] = []
-        self._current = 0
+        self._gateways = Gateways(len(self.addresses))
         self._is_closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -116,15 +118,14 @@ class AsyncClient:
         for channel in channels:
             await channel.close()
 
-    @property
-    def _stub(self) -> Stub:
+    def _stub(self, gateway: int) -> Stub:
         if self._is_closed:
             raise RuntimeError("the client is closed; make another one")
         if not self._stubs:
             self._open()
         if self._loop is not None and self._loop is not _running_loop():
             raise RuntimeError("AsyncClient: must be used in one event loop; make one for each loop")
-        return self._stubs[self._current]
+        return self._stubs[gateway]
 
     def _open(self) -> None:
         self._loop = _running_loop()
@@ -227,7 +228,8 @@ class AsyncClient:
         return CallerTrace(force=force or self._force_trace)
 
     def _call(self, trace: CallerTrace, make: Callable[[Stub, Metadata], Call]) -> Call:
-        return trace.call(lambda metadata: make(self._stub, (*metadata, *key_metadata(self._key))))
+        stub = self._stub(self._gateways.current)
+        return trace.call(lambda metadata: make(stub, (*metadata, *key_metadata(self._key))))
 
     def _resumed(
         self, point: ResumePoint, seen: Output | None, trace: CallerTrace, timeout_s: float | None
@@ -245,18 +247,10 @@ class AsyncClient:
     def _recovery(
         self, start: Callable[[float | None], Call] | None, trace: CallerTrace, timeout_s: float | None
     ) -> Recovery:
-        used = self._current
-
         def resume(point: ResumePoint, timeout_s: float | None) -> Call:
             return self._resume(point, trace, timeout_s)
 
-        def switch_gateway() -> None:
-            nonlocal used
-            if self._current == used:  # else another stream has switched already
-                self._current = (used + 1) % len(self.addresses)
-            used = self._current
-
-        return Recovery(self._retries, start, resume, switch_gateway, timeout_s)
+        return Recovery(self._retries, start, resume, self._gateways, timeout_s)
 
     async def abort(self, session_id: str, *, timeout_s: float | None = None) -> None:
         """End a session for good.
@@ -303,15 +297,17 @@ class AsyncClient:
 
     async def _first_response(self, make: Callable[[Stub, Metadata], Awaitable[_T]]) -> _T:
         """Return the response of the first gateway that is available. Raises GalleyRpcError."""
-        left = len(self.addresses)
+        left, used = len(self.addresses), self._gateways.current
         while True:
             left -= 1
             try:
-                return await make(self._stub, key_metadata(self._key))
+                return await make(self._stub(used), key_metadata(self._key))
             except grpc.RpcError as error:
+                if error.code() in _LEAVES_GATEWAY:
+                    self._gateways.leave(used)
                 if not left or error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise rpc_error(error) from error
-                self._current = (self._current + 1) % len(self.addresses)
+                used = self._gateways.after(used)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop:

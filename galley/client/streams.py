@@ -50,6 +50,22 @@ class ResumePoint(NamedTuple):
 BEGINNING = ResumePoint("", 0, b"")
 
 
+class Gateways:
+    """The gateway that the calls of a client use, by its index: the first until it fails, then the next."""
+
+    def __init__(self, count: int) -> None:
+        self.current = 0
+        self._count = count
+
+    def after(self, index: int) -> int:
+        return (index + 1) % self._count
+
+    def leave(self, failed: int) -> None:
+        """Make the gateway after `failed` current, unless another call has left it already."""
+        if self.current == failed:
+            self.current = self.after(failed)
+
+
 class AsyncStream(AsyncIterator[pb.StreamEvent]):
     """The events of one session, in order and each once.
 
@@ -84,6 +100,7 @@ class AsyncStream(AsyncIterator[pb.StreamEvent]):
         self.output = Output(point.next_index) if seen is None else seen.copy()
         self._next_index = point.next_index
         self._started = False
+        self._is_answered = False
         self._events_without_token = 0
         self._cancelled = False
         self.max_tokens = max_tokens
@@ -149,14 +166,16 @@ class AsyncStream(AsyncIterator[pb.StreamEvent]):
         error.session_id = self.session_id
         if self._recovery is None:
             raise error
-        self._call = await self._recovery.reconnect(error, self)
+        self._call = await self._recovery.reconnect(error, self, is_answered=self._is_answered)
         self._responses = self._call.__aiter__()
+        self._is_answered = False
         self._events_without_token = 0
         if self._cancelled:
             self._call.cancel()
 
     def _apply(self, event: pb.StreamEvent) -> bool:
         """Take note of `event`. Return False if a resumed stream only repeats it."""
+        self._is_answered = True
         self._events_without_token = 0 if event.chunk.token_ids else self._events_without_token + 1
         if self._events_without_token > _MAX_EVENTS_WITHOUT_TOKEN:
             self._refuse(f"the gateway sent {self._events_without_token} events without a token")
@@ -227,17 +246,18 @@ class Recovery:
         retries: Retries,
         start: Callable[[float | None], Call] | None,
         resume: Callable[[ResumePoint, float | None], Call],
-        switch_gateway: Callable[[], None],
+        gateways: Gateways,
         timeout_s: float | None,
     ) -> None:
         """Reconnect by `start` and `resume`, which call the current gateway with the seconds that are left.
 
-        Without `start`, the stream can only be resumed. `switch_gateway` makes the next gateway current.
+        Without `start`, the stream can only be resumed.
         """
         self._retries = retries
         self._start = start
         self._resume = resume
-        self._switch_gateway = switch_gateway
+        self._gateways = gateways
+        self._used = gateways.current
         self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._broken_since_s: float | None = None
         self._pause_s = retries.first_pause_s
@@ -247,13 +267,20 @@ class Recovery:
         self._broken_since_s = None
         self._pause_s = self._retries.first_pause_s
 
-    async def reconnect(self, error: GalleyRpcError, stream: AsyncStream) -> Call:
-        """Return a call that continues `stream`; raises `error` if that is useless or took too long."""
+    async def reconnect(self, error: GalleyRpcError, stream: AsyncStream, *, is_answered: bool) -> Call:
+        """Return a call that continues `stream`; raises `error` if that is useless or took too long.
+
+        Later calls of the client use the next gateway in either case, if another may help. `is_answered`:
+        the broken call has sent an event, so that a passed deadline is not the gateway's fault.
+        """
+        if error.code is grpc.StatusCode.DEADLINE_EXCEEDED and not is_answered:
+            self._gateways.leave(self._used)
         pause_s = self._pause_after(error, stream)
+        self._gateways.leave(self._used)
         if time.monotonic() + pause_s >= self._give_up_at_s(started=bool(stream.session_id)):
             raise error
-        self._switch_gateway()
         await asyncio.sleep(pause_s)
+        self._used = self._gateways.current
         remaining_s = None if self._deadline_s is None else self._deadline_s - time.monotonic()
         if self._start is not None and not stream.session_id:
             return self._start(remaining_s)

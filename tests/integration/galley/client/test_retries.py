@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanContext, TraceFlags
 
 from galley.client.client import NO_RETRIES, AsyncClient, AsyncStream, GalleyRpcError
+from galley.client.errors import DeadlineExceededError, UnavailableError
 from galley.client.options import Retries
 from galley.common.tracing.telemetry import telemetry_to, traceparent_of
 from galley.core.content import prefix_hash
@@ -237,6 +238,54 @@ async def test_unary_calls_use_the_first_available_gateway() -> None:
             with pytest.raises(GalleyRpcError) as caught:
                 await client.model_info()
     assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_gateway_that_is_down_is_left_although_nothing_is_retried() -> None:
+    gateway = FakeGateway()
+    with serving(gateway) as address:
+        async with AsyncClient([NOWHERE, address], retries=NO_RETRIES) as client:
+            with pytest.raises(UnavailableError):
+                await client.generate("x")
+            assert (await client.generate("x")).text == "Hello, world!\n"
+
+
+async def test_an_error_that_is_read_again_leaves_no_other_gateway() -> None:
+    with serving(FakeGateway()) as address:
+        async with AsyncClient([NOWHERE, address], retries=NO_RETRIES) as client:
+            stream = client.stream("x")
+            for _ in range(2):
+                with pytest.raises(UnavailableError):
+                    await anext(stream)
+            assert (await client.generate("x")).text == "Hello, world!\n"
+
+
+async def test_a_gateway_that_sends_nothing_before_the_deadline_is_left(
+    two: tuple[FakeGateway, FakeGateway, str],
+) -> None:
+    silent, other, addresses = two
+    silent.silent = silent.hang = True
+    async with AsyncClient(addresses) as client:
+        with pytest.raises(DeadlineExceededError):
+            await client.generate("x", timeout_s=0.4)
+        assert (await client.generate("x")).text == "Hello, world!\n"
+    assert len(other.requests) == 1
+
+
+async def test_a_unary_call_leaves_a_gateway_that_does_not_respond() -> None:
+    silent = FakeGateway(hang=True)
+    with serving(silent) as first, serving(FakeGateway()) as second:
+        async with AsyncClient([first, second]) as client:
+            with pytest.raises(DeadlineExceededError):
+                await client.model_info(timeout_s=0.4)
+            assert (await client.model_info(timeout_s=30)).model == "tiny"
+
+
+async def test_unary_calls_that_fail_together_leave_the_gateway_once() -> None:
+    with serving(FakeGateway()) as address:
+        async with AsyncClient([NOWHERE, address], retries=NO_RETRIES) as client:
+            responses = await asyncio.gather(*(client.model_info() for _ in range(4)))
+            assert [response.model for response in responses] == ["tiny"] * 4
+            assert (await client.generate("x")).text == "Hello, world!\n"
 
 
 def test_no_address() -> None:

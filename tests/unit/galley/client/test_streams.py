@@ -10,20 +10,22 @@ import pytest
 
 from galley.client.errors import GalleyRpcError
 from galley.client.result import Output
-from galley.client.streams import AsyncStream, ResumePoint
+from galley.client.streams import NO_RETRIES, AsyncStream, Gateways, Recovery, ResumePoint
 from galley.core.content import prefix_hash
 from galley.pb.galley.v1 import galley_pb2 as pb
 
 
 class Broken(grpc.aio.AioRpcError):
-    def __init__(self) -> None:
-        super().__init__(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "away")
+    def __init__(self, code: grpc.StatusCode) -> None:
+        super().__init__(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "away")
 
 
-async def chunk_then_break(*chunks: tuple[int, list[int]]) -> AsyncIterator[pb.ResumeResponse]:
+async def chunk_then_break(
+    *chunks: tuple[int, list[int]], code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
+) -> AsyncIterator[pb.ResumeResponse]:
     for index, tokens in chunks:
         yield pb.ResumeResponse(event=pb.StreamEvent(chunk=pb.Chunk(index=index, token_ids=tokens)))
-    raise Broken
+    raise Broken(code)
 
 
 GIVEN = ResumePoint("5e" * 16, 2, b"h" * 16)
@@ -46,3 +48,25 @@ async def test_a_repeated_resume_checks_what_is_known(
         async for _ in stream:
             pass
     assert stream.resume_from() == resumed_at
+
+
+@pytest.mark.parametrize(
+    ("code", "chunks", "next_gateway"),
+    [
+        (grpc.StatusCode.DEADLINE_EXCEEDED, (), 1),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, ((2, [7]),), 0),
+        (grpc.StatusCode.UNAVAILABLE, (), 1),
+        (grpc.StatusCode.UNAVAILABLE, ((2, [7]),), 1),
+        (grpc.StatusCode.NOT_FOUND, (), 0),
+    ],
+)
+async def test_a_gateway_that_failed_is_left_although_its_error_is_raised(
+    code: grpc.StatusCode, chunks: tuple[tuple[int, list[int]], ...], next_gateway: int
+) -> None:
+    call, gateways = cast("Any", chunk_then_break(*chunks, code=code)), Gateways(2)
+    recovery = Recovery(NO_RETRIES, None, lambda *_: call, gateways, None)
+    stream = AsyncStream(call, GIVEN, recovery=recovery)
+    with pytest.raises(GalleyRpcError) as caught:
+        await stream.result()
+    assert caught.value.code is code
+    assert gateways.current == next_gateway
