@@ -9,7 +9,7 @@ So it works where an event loop runs already, as in a notebook.
 from __future__ import annotations
 
 import asyncio
-import functools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -26,6 +26,9 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 
 _T = TypeVar("_T")
 _starting = threading.Lock()
+# The event loop and the process that runs it. One for all clients: grpc.aio serves one event loop well, and
+# several badly.
+_started: list[tuple[int, asyncio.AbstractEventLoop]] = []
 
 
 class Stream(Iterator[pb.StreamEvent]):
@@ -89,7 +92,8 @@ class Client:
     """A client of one or more gateways over one session store. It may be used from several threads.
 
     Arguments and methods are those of AsyncClient, but for `interceptors` and `resume_stream`. End it by
-    `with` or `close`.
+    `with` or `close`. A process that is forked after the first call of any client can make no calls: they
+    raise RuntimeError. Start processes by "spawn", or make the first call after the fork.
 
     >>> with Client("127.0.0.1:50051") as client:
     ...     result = client.generate("Say hello", max_tokens=4)
@@ -215,20 +219,30 @@ class Client:
 
 
 def _loop() -> asyncio.AbstractEventLoop:
-    with _starting:
-        return _started_loop()
+    if not _started:
+        with _starting:
+            if not _started:
+                _started.append((os.getpid(), _start_loop()))
+    ((process_id, loop),) = _started
+    if process_id != os.getpid():  # its thread did not survive the fork
+        problem = "Client: was used before this process was forked"
+        raise RuntimeError(f"{problem}; start processes by 'spawn', or make the first call after the fork")
+    return loop
 
 
-@functools.cache
-def _started_loop() -> asyncio.AbstractEventLoop:
-    # One for all clients of the process: grpc.aio serves one event loop well, and several badly.
+def _start_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="galley-client", daemon=True).start()
     return loop
 
 
 def _run(work: Coroutine[Any, Any, _T]) -> _T:
-    future = asyncio.run_coroutine_threadsafe(work, _loop())
+    try:
+        loop = _loop()
+    except RuntimeError:
+        work.close()  # else Python warns that it was never awaited
+        raise
+    future = asyncio.run_coroutine_threadsafe(work, loop)
     try:
         return future.result()
     except BaseException:

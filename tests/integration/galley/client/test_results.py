@@ -292,3 +292,32 @@ def test_a_program_that_closes_nothing_ends_quietly() -> None:
         command = [sys.executable, "-W", "error", "-c", SCRIPT, address]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "Hello, world!\n", "")
+
+
+FORKING = f"""
+import os, signal, sys
+from galley import Client
+client = Client(sys.argv[1])
+if sys.argv[2] == "used":
+    client.generate("x")
+if os.fork() == 0:
+    signal.alarm({PATIENCE_S / 2:.0f})  # ends it if the call hangs
+    try:
+        print(client.generate("x").text, end="", flush=True)
+    except RuntimeError as error:
+        print(error, flush=True)
+    os._exit(0)
+os._exit(int(os.wait()[1] != 0))
+"""
+
+
+@pytest.mark.parametrize(
+    ("use", "printed"), [("used", "Client: was used before this process was forked"), ("unused", ANSWER.text)]
+)
+def test_a_client_in_a_forked_process_never_hangs(use: str, printed: str) -> None:
+    with serving(FakeGateway()) as address:
+        command = [sys.executable, "-W", "error", "-c", FORKING, address, use]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert ended.returncode == 0
+    assert ended.stdout.startswith(printed)
+    assert "never awaited" not in ended.stderr
