@@ -9,6 +9,7 @@ breaks the protocol.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable
@@ -258,7 +259,7 @@ class Recovery:
         self._resume = resume
         self._gateways = gateways
         self._used = gateways.current
-        self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._broken_since_s: float | None = None
         self._pause_s = retries.first_pause_s
 
@@ -270,6 +271,7 @@ class Recovery:
     async def reconnect(self, error: GalleyRpcError, stream: AsyncStream, *, is_answered: bool) -> Call:
         """Return a call that continues `stream`; raises `error` if that is useless or took too long.
 
+        If the deadline would pass before the next attempt, that is raised instead, with `error` as its cause.
         Later calls of the client use the next gateway in either case, if another may help. `is_answered`:
         the broken call has sent an event, so that a passed deadline is not the gateway's fault.
         """
@@ -277,11 +279,15 @@ class Recovery:
             self._gateways.leave(self._used)
         pause_s = self._pause_after(error, stream)
         self._gateways.leave(self._used)
-        if time.monotonic() + pause_s >= self._give_up_at_s(started=bool(stream.session_id)):
-            raise error
+        give_up_s = self._give_up_at_s(started=bool(stream.session_id))
+        if time.monotonic() + pause_s >= min(give_up_s, self._deadline_s):
+            # A refusal is raised as it is, because it says when to come back.
+            if give_up_s < self._deadline_s or error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise error
+            raise _too_late(error) from error
         await asyncio.sleep(pause_s)
         self._used = self._gateways.current
-        remaining_s = None if self._deadline_s is None else self._deadline_s - time.monotonic()
+        remaining_s = None if self._deadline_s == math.inf else self._deadline_s - time.monotonic()
         if self._start is not None and not stream.session_id:
             return self._start(remaining_s)
         return self._resume(stream.resume_from(), remaining_s)
@@ -292,8 +298,7 @@ class Recovery:
         patience_s = self._retries.patience_s
         if not started:
             patience_s = min(patience_s, self._retries.start_patience_s)
-        end_s = self._broken_since_s + patience_s
-        return end_s if self._deadline_s is None else min(end_s, self._deadline_s)
+        return self._broken_since_s + patience_s
 
     def _pause_after(self, error: GalleyRpcError, stream: AsyncStream) -> float:
         """Return the pause before the next attempt; raises `error` if no attempt can help."""
@@ -309,6 +314,13 @@ class Recovery:
         pause_s = self._pause_s
         self._pause_s = min(2 * pause_s, self._retries.longest_pause_s)
         return pause_s * random.uniform(0.5, 1.0)  # noqa: S311  # spreads clients, hides nothing
+
+
+def _too_late(error: GalleyRpcError) -> GalleyRpcError:
+    problem = f"no time is left for another attempt; the last one failed: {error}"
+    late = status_error(grpc.StatusCode.DEADLINE_EXCEEDED, problem)
+    late.session_id = error.session_id
+    return late
 
 
 def _is_reader_cancelled() -> bool:

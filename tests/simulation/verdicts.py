@@ -48,9 +48,9 @@ class Verdicts:
                 succeeded = ledger.is_succeeded(session_id, client.process.name)
                 if not succeeded and session_id not in ledger.damaged:
                     self._wrong(client, error, "is fenced without a living successor")
-            case grpc.StatusCode.DEADLINE_EXCEEDED:
+            case grpc.StatusCode.DEADLINE_EXCEEDED if not isinstance(error.__cause__, GalleyRpcError):
                 self._deadline_passed(client, error)
-            case code if code in _RETRIED:
+            case code if code in _RETRIED or code is grpc.StatusCode.DEADLINE_EXCEEDED:
                 self._gave_up(client, error)
             case grpc.StatusCode.RESOURCE_EXHAUSTED:
                 pass  # `CheckedAdmission` judges it

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any, cast
 
 import grpc
 import pytest
 
-from galley.client.errors import GalleyRpcError
+from galley.client.errors import DeadlineExceededError, GalleyRpcError, UnavailableError
+from galley.client.options import Retries
 from galley.client.result import Output
 from galley.client.streams import NO_RETRIES, AsyncStream, Gateways, Recovery, ResumePoint
 from galley.core.content import prefix_hash
@@ -70,3 +72,37 @@ async def test_a_gateway_that_failed_is_left_although_its_error_is_raised(
         await stream.result()
     assert caught.value.code is code
     assert gateways.current == next_gateway
+
+
+RARELY = Retries(patience_s=1000.0, first_pause_s=120.0, longest_pause_s=120.0)
+
+
+async def test_a_break_too_late_for_another_attempt_is_a_passed_deadline() -> None:
+    with pytest.raises(DeadlineExceededError, match="UNAVAILABLE: away") as caught:
+        await _broken(RARELY, timeout_s=50.0).result()
+    assert caught.value.session_id == GIVEN.session_id
+    assert isinstance(caught.value.__cause__, UnavailableError)
+
+
+@pytest.mark.parametrize(
+    ("retries", "code"),
+    [
+        (replace(RARELY, patience_s=10.0), grpc.StatusCode.UNAVAILABLE),
+        (NO_RETRIES, grpc.StatusCode.UNAVAILABLE),
+        (RARELY, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    ],
+    ids=["patience ends first", "no retries", "a refusal says when to come back"],
+)
+async def test_another_error_than_the_deadline_is_raised_as_it_came(
+    retries: Retries, code: grpc.StatusCode
+) -> None:
+    with pytest.raises(GalleyRpcError) as caught:
+        await _broken(retries, timeout_s=50.0, code=code).result()
+    assert (caught.value.code, caught.value.message) == (code, "away")
+
+
+def _broken(
+    retries: Retries, timeout_s: float, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
+) -> AsyncStream:
+    call = cast("Any", chunk_then_break(code=code))
+    return AsyncStream(call, GIVEN, recovery=Recovery(retries, None, lambda *_: call, Gateways(1), timeout_s))
