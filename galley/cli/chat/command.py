@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +15,7 @@ from galley.cli.chat.commands import BadCommand, Chat, obey
 from galley.cli.chat.conversation import AnswerStats, Conversation
 from galley.cli.chat.reader import message_reader
 from galley.cli.flags import (
+    FAILED,
     Connection,
     Origins,
     say,
@@ -52,7 +54,10 @@ def chat(
         typer.Option("--history/--no-history", help="Keep the messages that you type, for the next chat."),
     ] = True,
 ) -> None:
-    """Talk with the model, one turn after the other; /help lists the commands."""
+    """Talk with the model, one turn after the other; /help lists the commands.
+
+    Unless messages come from a terminal, the exit code is 1 if an answer failed.
+    """
     console = Console(highlight=False)
     state = Chat(
         Conversation(system),
@@ -65,6 +70,8 @@ def chat(
     _show_origins(state, console, is_wanted=origins)
     while not state.is_over and (line := read()) is not None:
         _take(state, connection, console, line)
+    if state.has_failed and not sys.stdin.isatty():
+        raise typer.Exit(FAILED)
 
 
 def _take(state: Chat, connection: Connection, console: Console, line: str) -> None:
@@ -116,6 +123,7 @@ def _answer(state: Chat, connection: Connection, console: Console, text: str) ->
             if usage is not None and not state.conversation.turns and not state.has_set:
                 raise usage
             report_error(outcome.error, outcome.stream)
+            state.has_failed = True
         return
     state.conversation.add(text, outcome.text)
     stats = clock.stats(outcome)

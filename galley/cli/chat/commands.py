@@ -44,6 +44,8 @@ class Chat:
     totals: Totals = field(default_factory=Totals)
     to_send: str = ""
     is_over: bool = False
+    has_failed: bool = False
+    """True once an answer failed."""
 
 
 def obey(chat: Chat, line: str) -> str:

@@ -44,7 +44,8 @@ def test_undo_and_retry_change_the_conversation() -> None:
 
 def test_retry_sends_a_message_again_that_failed() -> None:
     gateway = FakeGateway(error=Unavailable("draining"), failures=1)
-    assert ask(gateway, "chat", "--patience=0", stdin="one\n/retry\n").stdout == ANSWER
+    result = ask(gateway, "chat", "--patience=0", stdin="one\n/retry\n")
+    assert (result.stdout, result.exit_code) == (ANSWER, 1)
     assert sent(gateway) == [[("user", "one")]] * 2
 
 
@@ -137,6 +138,19 @@ def chat_on_terminal(address: str, *flags: str) -> Terminal:
     # This terminal does not answer where its cursor is.
     command = [*COMMAND, f"--endpoint={address}", "--patience=0", *flags]
     return Terminal(command, NO_COLOR="", PROMPT_TOOLKIT_NO_CPR="1")
+
+
+def test_a_chat_on_a_terminal_succeeds_although_an_answer_failed() -> None:
+    with (
+        serving(FakeGateway(error=Unavailable("draining"))) as address,
+        chat_on_terminal(address) as terminal,
+    ):
+        terminal.until(PROMPT)
+        terminal.press(b"one" + SENT)
+        terminal.until(b"draining")
+        terminal.until(PROMPT)
+        terminal.press(b"\x04")
+        assert terminal.process.wait(20) == 0
 
 
 def test_the_editor_takes_several_lines_and_keeps_them_for_the_next_chat(tmp_path: Path) -> None:

@@ -252,7 +252,7 @@ def test_chat_keeps_the_conversation_until_reset() -> None:
 def test_chat_continues_after_an_error_and_ends_with_its_input() -> None:
     gateway = FakeGateway(error=Unavailable("draining"))
     result = ask(gateway, "chat", "--patience=0", stdin="one\ntwo\n")
-    assert result.exit_code == 0
+    assert result.exit_code == 1
     assert result.stderr.count("error: UNAVAILABLE: draining") == 2
     assert turns_of(generate_request_of(gateway, 1)) == [("user", "two")]
 
