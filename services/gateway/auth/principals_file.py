@@ -34,7 +34,7 @@ from galley.core.admission.admission import ANONYMOUS_NAME, TOKEN_PREFIX, Princi
 from galley.core.errors import Unauthenticated
 
 _MAX_KEY_BYTES = 1024
-_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.@:/%|-]{1,256}$")]
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.@:/%|~-]{1,256}$")]
 
 
 class _Strict(BaseModel):

@@ -195,11 +195,15 @@ async def test_a_token_without_key_id_needs_a_single_key(tmp_path: Path) -> None
         ("jwt:alice", "jwt:jwt:alice"),
         ("auth0|ab-1@example.com", "jwt:auth0|ab-1@example.com"),
         ("a b\0c\n%é", "jwt:a%20b%00c%0A%25%C3%A9"),
+        ("~a/b_c.d", "jwt:~a/b_c.d"),
     ],
 )
-async def test_names_are_escaped(tmp_path: Path, text: str, name: str) -> None:
-    gate = Gate(tmp_path, jwt_principal_claim="who")
-    assert (await gate.accept(EC.token(who=text))).name == name
+async def test_names_are_escaped_and_can_have_limits(tmp_path: Path, text: str, name: str) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(f'keys = []\n[principals."{name}"]\nmax_sessions = 2\n')
+    gate = Gate(tmp_path, jwt_principal_claim="who", api_keys_file=str(keys))
+    principal = await gate.accept(EC.token(who=text))
+    assert (principal.name, principal.limits.max_sessions) == (name, 2)
 
 
 async def test_keys_are_read_again_when_their_file_changes(tmp_path: Path) -> None:
