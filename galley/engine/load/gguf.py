@@ -1,33 +1,58 @@
 """Convert a GGUF file to a plain model directory in float32.
 
 `from_pretrained(gguf_file=...)` gives a model that cannot be saved again ("quantized with gguf"), so the
-model is made from its configuration and filled with the unpacked tensors.
+model is made from its configuration and filled with the unpacked tensors. transformers skips keys and tensors
+that it does not know; what would change the model's outputs is read here, or refused.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from gguf import GGUFReader, dequantize
 from transformers import AutoConfig, AutoTokenizer, modeling_gguf_pytorch_utils
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from galley.core.errors import UnsupportedModel
 from galley.engine.load.module import CAUSAL_LM, causal_class, silence
 from galley.engine.load.support import refuse_config
 
 _READER: Any = modeling_gguf_pytorch_utils
+_ROPE: Any = ROPE_INIT_FUNCTIONS
+_ROPE_FREQS = "rope_freqs.weight"
+# Where a file does not name the base, llama.cpp takes this one.
+_DEFAULT_BASE = 10_000.0
+# Keys of rope.scaling that change nothing, or are read here.
+_KNOWN_SCALING = frozenset({"type", "factor", "original_context_length", "finetuned"})
+# The scaling of Llama 3.1 to 3.3, besides its factor. A file holds only the divisors that result.
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# Rounding of the float32 divisors, relative.
+_TOLERANCE = 1e-5
+# Tensors that an error names.
+_NAMED = 3
+_REMEDY = "use the model's safetensors directory"
 
 
 def convert(source: Path, out: Path) -> None:
     """Write the model in `source` to the existing directory `out`. Raises UnsupportedModel."""
     silence()
     config = _read_config(source)
+    reader = GGUFReader(source)
+    _set_rope(source, reader, config)
     refuse_config(config, causal_class(config))
-    _build(source, config).save_pretrained(out)
+    _build(source, reader, config).save_pretrained(out)
     tokenizer = AutoTokenizer.from_pretrained(  # nosec B615  # a directory
         source.parent, gguf_file=source.name, local_files_only=True, trust_remote_code=False
     )
@@ -49,8 +74,73 @@ def _read_config(source: Path) -> Any:
     return config
 
 
-def _build(source: Path, config: Any) -> Any:
+def _set_rope(source: Path, reader: Any, config: Any) -> None:
+    """Set base and scaling of the rotary embedding as the file has them. Raises UnsupportedModel."""
+    prefix = f"{_architecture(reader)}.rope."
+    fields = {name: field.contents() for name, field in reader.fields.items() if name.startswith(prefix)}
+    ropes = getattr(config, "rope_parameters", None) or {}
+    rope = ropes.get("full_attention", ropes)
+    is_plain = rope.get("rope_type") == "default"
+    if is_plain:
+        rope["rope_theta"] = fields.get(f"{prefix}freq_base", _DEFAULT_BASE)
+    sliding = ropes.get("sliding_attention", rope)
+    for key, part in ((f"{prefix}freq_base", rope), (f"{prefix}freq_base_swa", sliding)):
+        base = part.get("rope_theta")
+        if (value := fields.get(key, base)) != base:
+            raise UnsupportedModel(f"{source}: {key}: must be {base}, got {value}; {_REMEDY}")
+    scaling = _linear_scaling(source, fields, prefix)
+    divisors = _divisors(reader)
+    if divisors is not None:
+        llama3 = _LLAMA3 | {"factor": float(divisors.max())}
+        if not is_plain or rope is not ropes or scaling or not _fits(config, llama3, divisors):
+            raise UnsupportedModel(f"{source}: {_ROPE_FREQS}: must be the scaling of Llama 3; {_REMEDY}")
+        scaling = llama3
+    if scaling and not is_plain:
+        raise UnsupportedModel(f"{source}: {prefix}scaling: must be absent; {_REMEDY}")
+    rope.update(scaling)
+
+
+def _linear_scaling(source: Path, fields: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return linear scaling as rope_parameters, {} for none. Raises UnsupportedModel for another."""
+    prefix, old = f"{prefix}scaling.", f"{prefix}scale_linear"
+    factor = fields.get(f"{prefix}factor", fields.get(old)) or 1.0
+    kind = fields.get(key := f"{prefix}type", "linear")  # llama.cpp's default
+    if kind not in {"none", "linear"} and factor != 1:
+        raise UnsupportedModel(f"{source}: {key}: must be none or linear, got {kind!r}; {_REMEDY}")
+    for key in fields:
+        if key.startswith(prefix) and key.removeprefix(prefix) not in _KNOWN_SCALING:
+            raise UnsupportedModel(f"{source}: {key}: must be absent; {_REMEDY}")
+    return {} if kind == "none" or factor == 1 else {"rope_type": "linear", "factor": factor}
+
+
+def _divisors(reader: Any) -> Any:
+    """Return by what each frequency is divided, float32 [frequencies]; None if by nothing."""
+    for tensor in reader.tensors:
+        if tensor.name == _ROPE_FREQS:
+            divisors = dequantize(tensor.data, tensor.tensor_type)
+            return None if (divisors == 1).all() else divisors
+    return None
+
+
+def _fits(config: Any, scaling: dict[str, Any], divisors: Any) -> bool:
+    """Return True if `scaling` divides each frequency of the model by its divisor."""
+
+    def frequencies(factor: float) -> Any:
+        scaled = copy.deepcopy(config)
+        scaled.rope_parameters |= scaling | {"factor": factor}
+        return _ROPE["llama3"](scaled)[0].numpy()
+
+    expected = frequencies(1.0) / frequencies(scaling["factor"])
+    return divisors.shape == expected.shape and np.allclose(divisors, expected, rtol=_TOLERANCE, atol=0)
+
+
+def _architecture(reader: Any) -> str:
+    return str(reader.fields["general.architecture"].contents())
+
+
+def _build(source: Path, reader: Any, config: Any) -> Any:
     model = CAUSAL_LM.from_config(config, dtype=torch.float32)
+    _refuse_tensors(source, reader, model)
     # Its progress bar cannot be switched off; errors are exceptions.
     with contextlib.redirect_stderr(io.StringIO()):
         content = _READER.load_gguf_checkpoint(
@@ -64,6 +154,19 @@ def _build(source: Path, config: Any) -> Any:
             f"{source}: tensors must fit {config.model_type}: missing {missing}, unexpected {unexpected}"
         )
     return model
+
+
+def _refuse_tensors(source: Path, reader: Any, model: Any) -> None:
+    """Raise UnsupportedModel if the file has tensors that `model` lacks."""
+    processor = _READER.TENSOR_PROCESSORS.get(_architecture(reader), _READER.TensorProcessor)()
+    # The map has experts without the suffix.
+    known = {_ROPE_FREQS, *_READER.get_gguf_hf_weights_map(model, processor)}
+    names = [tensor.name for tensor in reader.tensors]
+    if extra := [name for name in names if name not in known and name.removesuffix(".weight") not in known]:
+        raise UnsupportedModel(
+            f"{source}: tensors must be those of {model.config.model_type}, got {', '.join(extra[:_NAMED])}; "
+            f"{_REMEDY}"
+        )
 
 
 def _tidy(path: Path) -> None:

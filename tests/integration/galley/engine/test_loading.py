@@ -8,9 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import gguf
 import huggingface_hub
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -25,6 +23,7 @@ from galley.engine.load.resolve import resolve_model
 from galley.engine.load.support import cache_dir, file_digest, read_weights
 from galley.engine.model import CausalModel, Rows
 from tests.fakes.failing_file import FAILING
+from tests.fakes.tiny_gguf import save_tiny_gguf
 from tests.fakes.truncated_model import truncate_model
 
 SMALL: dict[str, Any] = {
@@ -337,50 +336,10 @@ def test_a_truncated_model_keeps_the_named_layers(make_model: Callable[[Any], Pa
         truncate_model(directory, [4], out)
 
 
-def tiny_gguf(path: Path) -> Path:
-    size, inner, tokens = 32, 48, ["<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz", "ab"]
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(64)
-    writer.add_embedding_length(size)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(inner)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(size // 2)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_merges(["a b"])
-    writer.add_token_types([3, 3, *[1] * 27])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    generator = np.random.default_rng(1)
-    shapes: dict[str, tuple[int, ...]] = {
-        "token_embd": (len(tokens), size),
-        "output": (len(tokens), size),
-        "output_norm": (size,),
-    }
-    shapes |= {f"blk.0.attn_{name}": (size, size) for name in ("q", "k", "v", "output")}
-    shapes |= {f"blk.0.{name}_norm": (size,) for name in ("attn", "ffn")}
-    shapes |= {
-        "blk.0.ffn_gate": (inner, size),
-        "blk.0.ffn_up": (inner, size),
-        "blk.0.ffn_down": (size, inner),
-    }
-    for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", generator.normal(size=shape).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 def test_the_default_model_is_converted_once_by_two_callers(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    source = tiny_gguf(tmp_path / "tiny.gguf")
+    source = save_tiny_gguf(tmp_path / "tiny.gguf")
     monkeypatch.setattr(prepare, "_default_gguf", lambda: source)
     with ThreadPoolExecutor(2) as pool:
         directory, same = pool.map(resolve_model, [DEFAULT_MODEL] * 2)
