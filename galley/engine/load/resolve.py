@@ -30,6 +30,8 @@ from galley.engine.load.support import (
     refuse_raw_config,
 )
 
+# Increased with every change to galley.engine.load.gguf that may change what it writes.
+_CONVERTER_REVISION = 2
 _DIGEST_DIGITS = 16
 _DEFAULT_SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 
@@ -98,7 +100,7 @@ def _default_gguf() -> Path:
 
 def _converted(source: Path, name: str) -> Path:
     models = cache_dir() / "models"
-    target = models / f"{name}-{file_digest(source)[:_DIGEST_DIGITS]}"
+    target = models / f"{name}-{file_digest(source)[:_DIGEST_DIGITS]}-{_CONVERTER_REVISION}"
     if target.is_dir():
         return target
     models.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ import torch
 from galley.core.errors import UnsupportedModel
 from galley.engine.load.module import DTYPES, load_config, load_module
 from galley.engine.load.resolve import resolve_model
+from galley.engine.load.support import cache_dir, file_digest
 from tests.fakes.tiny_gguf import HEADS, SIZE, save_tiny_gguf
 
 
@@ -122,6 +123,13 @@ def test_rope_without_effect_is_taken(keys: dict[str, str | float], source: Path
 def test_the_base_is_read_where_transformers_does_not(source: Path) -> None:
     save_tiny_gguf(source, "starcoder2", {"rope.freq_base": 999_999.4375})
     assert rope(source)["rope_theta"] == 999_999.4375
+
+
+def test_a_copy_of_an_earlier_converter_is_not_used(source: Path) -> None:
+    save_tiny_gguf(source)
+    earlier = cache_dir() / "models" / f"tiny-{file_digest(source)[:16]}"
+    earlier.mkdir(parents=True)
+    assert resolve_model(str(source)) != earlier
 
 
 def test_linear_scaling_is_that_of_full_attention(source: Path) -> None:
