@@ -47,7 +47,8 @@ class Hub:
         return sum(size for name, size in self.reads if name.endswith(".safetensors"))
 
     def tree(self) -> list[dict[str, Any]]:
-        entries = [_entry(path) for path in sorted(self.directory.iterdir())]
+        files = sorted(path for path in self.directory.rglob("*") if path.is_file())
+        entries = [_entry(path) | {"path": str(path.relative_to(self.directory))} for path in files]
         return [entry | {"size": self.sizes.get(entry["path"], entry["size"])} for entry in entries]
 
 
@@ -57,7 +58,7 @@ def _is_large(path: Path) -> bool:
 
 def _entry(path: Path) -> dict[str, Any]:
     content = path.read_bytes()
-    entry = {"type": "file", "path": path.name, "size": len(content), "oid": git_name(content)}
+    entry: dict[str, Any] = {"type": "file", "size": len(content), "oid": git_name(content)}
     if _is_large(path):
         pointer = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
         entry["lfs"] = pointer
@@ -84,8 +85,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._file(body=True)
 
     def _file(self, *, body: bool) -> None:
-        path = self.hub.directory / unquote(self.path.partition("?")[0].rpartition("/")[2])
-        if f"/{MODEL}/resolve/" not in self.path or not path.is_file():
+        _, _, rest = unquote(self.path.partition("?")[0]).partition(f"/{MODEL}/resolve/")
+        path = self.hub.directory / rest.partition("/")[2]
+        if not path.is_file():
             self._refuse(404, "EntryNotFound")
         elif self.hub.token and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
             self._refuse(401, "GatedRepo")

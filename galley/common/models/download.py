@@ -16,13 +16,12 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from galley.common.logs import get_logger, start_logging
-from galley.common.models.files import MODEL_FILES, TOKENIZER_FILES, hub_model
+from galley.common.models.files import IGNORED_FILES, MODEL_FILES, TOKENIZER_FILES, hub_model
 from galley.common.models.hub import refused
 from galley.core.errors import GalleyError, UnsupportedModel
 
@@ -34,7 +33,7 @@ _MB = 1_000_000
 
 
 class Download:
-    """One hub model, of which the files that match `patterns` are wanted."""
+    """One hub model, of which the files that match `patterns` are wanted, but for IGNORED_FILES."""
 
     def __init__(self, spec: str, patterns: Sequence[str], report_every_s: float) -> None:
         """Raise UnsupportedModel unless `spec` is a hub id."""
@@ -43,7 +42,7 @@ class Download:
         from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415
         from huggingface_hub.file_download import repo_folder_name  # noqa: PLC0415
 
-        self._hub = huggingface_hub
+        self._hub: Any = huggingface_hub  # which does not declare filter_repo_objects
         self._spec = spec
         self._name, self._revision = hub_model(spec)
         try:
@@ -51,6 +50,7 @@ class Download:
         except ValueError as error:
             raise refused(spec, error) from error
         self._patterns = list(patterns)
+        self._filter = {"allow_patterns": self._patterns, "ignore_patterns": list(IGNORED_FILES)}
         self._report_every_s = report_every_s
         self._folder = Path(HF_HUB_CACHE) / folder
 
@@ -86,7 +86,8 @@ class Download:
         commit = str(api.model_info(self._name, revision=self._revision).sha)
         tree = api.list_repo_tree(self._name, recursive=True, revision=commit)
         files = [entry for entry in tree if isinstance(entry, self._hub.hf_api.RepoFile)]
-        return commit, [file for file in files if any(fnmatch(file.path, one) for one in self._patterns)]
+        matching = self._hub.utils.filter_repo_objects(files, **self._filter, key=lambda file: file.path)
+        return commit, list(matching)
 
     def _fetch(self, commit: str, files: list[Any]) -> None:
         self._remove_stale()
@@ -120,8 +121,8 @@ class Download:
         directory = self._hub.snapshot_download(
             self._name,
             revision=revision,
-            allow_patterns=self._patterns,
             local_files_only=local_files_only,
+            **self._filter,
         )
         return Path(directory)
 

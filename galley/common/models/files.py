@@ -25,7 +25,9 @@ DRAFT_SECTION = "galley_draft"
 
 # Files of a model's directory that are read.
 MODEL_FILES = ("*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt", "vocab.txt")
-# Those of them that a gateway reads.
+# Matching files of a hub's repository that are not read: those in folders, and weights in Mistral's own form.
+IGNORED_FILES = ("*/*", "consolidated*")
+# Those of MODEL_FILES that a gateway reads.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from galley.common.models.files import hub_model
+from galley.common.models.files import IGNORED_FILES, hub_model
 from galley.core.errors import UnsupportedModel
 
 _NO_ACCESS = frozenset({401, 403, 404})
@@ -18,7 +18,7 @@ def local_directory(spec: str, patterns: Sequence[str]) -> Path:
 
 
 def hub_directory(spec: str, patterns: Sequence[str]) -> Path:
-    """Return the directory of a hub model, with its files that match `patterns`.
+    """Return the directory of a hub model, with its files that match `patterns`, but for IGNORED_FILES.
 
     Files that the hub's cache lacks are downloaded. If the hub does not respond or refuses, or with
     HF_HUB_OFFLINE=1, the cache must hold all of them. Raise UnsupportedModel.
@@ -29,7 +29,10 @@ def hub_directory(spec: str, patterns: Sequence[str]) -> Path:
 
     name, revision = hub_model(spec)
     try:
-        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+        directory = huggingface_hub.snapshot_download(
+            name, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(IGNORED_FILES)
+        )
+        return Path(directory)
     except (httpx2.HTTPError, OSError, ValueError) as error:
         raise refused(spec, error) from error
 

@@ -79,6 +79,10 @@ def resolved_offline(served: Hub, home: Path) -> Path:
     return Path(ended.stdout.strip())
 
 
+def files_in(home: Path) -> set[str]:
+    return {path.name for path in home.glob("hub/*/snapshots/*/**/*") if path.is_file()}
+
+
 def test_a_download_shows_its_progress_and_is_found_offline(served: Hub, home: Path, model: Path) -> None:
     half_sent, rest = Event(), Event()
     served.held[WEIGHTS] = (half_sent, rest)
@@ -103,6 +107,19 @@ def test_a_download_shows_its_progress_and_is_found_offline(served: Hub, home: P
     assert (found / WEIGHTS).read_bytes() == (model / WEIGHTS).read_bytes()
     assert not (found / "pytorch_model.bin").exists()
     assert "pytorch_model.bin" not in dict(served.reads)
+
+
+def test_files_that_are_not_read_are_not_downloaded(served: Hub, home: Path, model: Path) -> None:
+    read = {path.name for path in model.iterdir()} - {"pytorch_model.bin"}
+    for name in ("consolidated.safetensors", "original/model-00001.safetensors", "onnx/model.json"):
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_bytes(b"a copy in another form")
+    assert download(served, home)[0] == 0
+    assert {name for name, _ in served.reads} == files_in(home) == read
+    served.reads.clear()
+    other = home.with_name("other")
+    assert python("-m", RESOLVE, MODEL, **served.environment(other)).returncode == 0
+    assert {name for name, _ in served.reads} == files_in(other) == read
 
 
 def test_a_file_with_another_checksum_is_fetched_again(served: Hub, home: Path, model: Path) -> None:

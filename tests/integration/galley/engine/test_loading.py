@@ -69,7 +69,9 @@ def test_a_hub_id_is_downloaded_without_pickles(tmp_path: Path, monkeypatch: pyt
     directory = model_files(tmp_path / "m", {"model_type": "llama"})
     downloads: list[tuple[str, str | None, list[str]]] = []
 
-    def download(hub_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def download(
+        hub_id: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]
+    ) -> str:
         downloads.append((hub_id, revision, allow_patterns))
         return str(directory)
 
@@ -85,7 +87,7 @@ def test_a_hub_id_is_downloaded_without_pickles(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_hub_id_that_is_not_cached_is_refused_offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(hub_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def download(hub_id: str, **_: object) -> str:
         raise LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
