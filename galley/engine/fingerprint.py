@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping, Sequence
+from glob import escape
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +27,7 @@ from galley.engine.model import CausalModel, probe_logits
 ENGINE_REVISION = 3
 _DIGEST_BYTES = 8
 _WEIGHTS_DIGEST_BYTES = 16
-_WEIGHTS_FILES = ("*.safetensors", "config.json")
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Build(NamedTuple):
@@ -44,12 +45,20 @@ def build_of(model: CausalModel) -> Build:
 
 def hash_build(facts: Mapping[str, object], directory: Path, probe: bytes) -> Build:
     """Return the build of the model in `directory` by `facts` of its engine and what a probe computed."""
-    weights = _digests(directory, _WEIGHTS_FILES)
+    weights = _digests(directory, (*_weights_files(directory), "config.json"))
     listed = json.dumps(weights, sort_keys=True).encode()
     build = json.dumps({"weights": weights, **_mask_facts(directory), **facts}, sort_keys=True).encode()
     fingerprint = blake2b(build, digest_size=_DIGEST_BYTES)
     fingerprint.update(probe)
     return Build(fingerprint.hexdigest(), blake2b(listed, digest_size=_WEIGHTS_DIGEST_BYTES).hexdigest())
+
+
+def _weights_files(directory: Path) -> Sequence[str]:
+    """Return patterns of the files that the engines read weights from."""
+    index = directory / _INDEX
+    if (directory / _WEIGHTS).exists() or not index.exists():
+        return ("*.safetensors",)
+    return sorted({escape(name) for name in read_json(index)["weight_map"].values()})
 
 
 def _digests(directory: Path, patterns: Sequence[str]) -> dict[str, str]:

@@ -187,6 +187,29 @@ def test_copies_of_a_model_that_name_other_tokens_are_other_builds(
     assert same == build("generation_config.json", eos_token_id=2, temperature=0.6) == builds[-1]
 
 
+def test_weights_that_no_engine_reads_make_no_other_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GALLEY_CACHE_DIR", str(tmp_path / "cache"))
+
+    def build(name: str, content: str) -> Build:
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        return hash_build({}, tmp_path, b"")
+
+    shards = {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-1.safetensors"}
+    for name in {*shards.values(), "config.json"}:
+        build(name, name)
+    index = "model.safetensors.index.json"
+    before = hash_build({}, tmp_path, b"")
+    assert build(index, json.dumps({"weight_map": shards})) == before
+    assert build("consolidated.safetensors", "a copy in another form") == before
+    assert build("model-2.safetensors", "other weights") != before
+    # A whole file goes before an index.
+    (tmp_path / "consolidated.safetensors").unlink()
+    assert build("model-2.safetensors", "model-2.safetensors") == before
+    assert build("model.safetensors", "the whole model") != before
+
+
 @torch.inference_mode()
 def greedy(reference: Any, prompt: list[int], count: int) -> list[int]:
     out = reference.generate(
