@@ -238,6 +238,6 @@ def test_the_runbook_of_a_roll_back_has_each_reason_of_the_rule() -> None:
     reasons = re.findall(
         r'_roll_back\(f"([a-z ]+?)(?: after \{|:)', inspect.getsource(inspect.getmodule(decide) or decide)
     )
-    assert len(reasons) == 6
+    assert len(reasons) == 7
     page = (RUNBOOKS / "GalleyDraftRolledBack.md").read_text(encoding="utf-8")
     assert [reason for reason in reasons if f"| `{reason}` |" not in page] == []
