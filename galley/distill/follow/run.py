@@ -7,18 +7,19 @@ stopped leaves nothing, and begins anew. It can be replayed while its sessions a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 
 from galley.common.draft_loading import draft_version
 from galley.common.logs import get_logger
 from galley.common.registry.spool import READ_AT_ONCE, LearningSpool, SpooledSession
+from galley.common.server.process import run_unless
 from galley.core.errors import GalleyError, InvalidField
 from galley.distill.follow.canaries import Canaries
 from galley.distill.follow.comparison import FEWEST_SESSIONS, Comparison, Measured
@@ -37,8 +38,6 @@ _READ_MARGIN, _LEAST_READ = 2, 4096
 _LOG_EVERY_STEPS = 50
 
 _log = get_logger(__name__)
-
-T = TypeVar("T")
 
 
 class Stopped(Exception):
@@ -119,7 +118,9 @@ class Follower:
         if folder is None:
             self._wait(f"the stable version {present} was not trained here")
             return
-        await _unless_set(stop, self._canaries.restore(folder, present, self._folder_of, self._is_ours))
+        await run_unless(stop, self._canaries.restore(folder, present, self._folder_of, self._is_ours))
+        if stop.is_set():
+            raise Stopped
         if problem := await self._canaries.problem(self._is_ours):
             self._wait(problem)
             return
@@ -140,9 +141,11 @@ class Follower:
         _log.info("cycle began", cycle=number, present=present, sessions=len(inputs.train))
         trained = await self._train(stop, folder, inputs, seed)
         version = await asyncio.to_thread(self._written, trained)
-        problem = trained.comparison.problem() or await _unless_set(stop, self._offer(trained, version))
-        decision = "not offered" if problem else "offered"
-        reason = problem or str(trained.comparison.all)
+        refusal = trained.comparison.problem() or await run_unless(stop, self._offer(trained, version))
+        if refusal is None:
+            raise Stopped
+        decision = "not offered" if refusal else "offered"
+        reason = refusal or str(trained.comparison.all)
         self._journal.append(
             {
                 "cycle": number,
@@ -291,20 +294,6 @@ class Follower:
             raise InvalidField("start", f"must be the draft {cycle['start']}, as in the cycle")
         if self._corpus_sha256 != cycle["corpus_sha256"]:
             raise InvalidField("corpus", "must be the files that the cycle read")
-
-
-async def _unless_set(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
-    """Return what `work` returns. Once `stop` is set, cancel it and raise Stopped."""
-    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if stopped.done():
-            raise Stopped
-        return task.result()
-    finally:
-        task.cancel()
-        stopped.cancel()
-        await asyncio.gather(task, stopped, return_exceptions=True)
 
 
 def _figures(comparison: Comparison) -> dict[str, Any]:

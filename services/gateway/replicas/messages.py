@@ -181,9 +181,8 @@ def propose_event(
 ) -> ProposeEvent:
     if answer.WhichOneof("outcome") != "result":
         other = _other_event(request.request_id, answer)
-        if (
-            isinstance(other, ev.Failed) and answer.status.code == _INVALID
-        ):  # the draft does not take such a session
+        # The draft does not take such a session.
+        if isinstance(other, ev.Failed) and answer.status.code == _INVALID:
             return replace(other, refusal=InvalidField(*_parted(answer.status.message)))
         return other
     result = answer.result
