@@ -58,8 +58,11 @@ class _SessionRecord:
         self.holder: Call | None = None
         """The call by which the session has its owner; None if that is not known."""
         self.held_since_s = 0.0
-        self.finisher: Call | None = None
-        """The call whose owner has finished the session: it does not find out who owns that later."""
+        self.know_end: list[Call] = []
+        """The calls whose owner has finished the session, or was told that it has ended.
+
+        They do not find out who owns it later.
+        """
         self.excused: set[str] = set()
         """The clients whose stream an ended call has replaced, where no promise forbids that."""
         self.claimant: str | None = None
@@ -292,9 +295,13 @@ class Ledger:
     def fenced_s(self, session_id: str, call: Call | None) -> float:
         """Return for how long another call than this one has held the session; 0 if none is known to."""
         session = self._records[session_id]
-        if session.holder in {None, call} or (call is not None and call is session.finisher):
+        if session.holder in {None, call} or call in session.know_end:
             return 0.0
         return asyncio.get_running_loop().time() - session.held_since_s
+
+    def knows_end(self, session_id: str, call: Call | None) -> None:
+        if call is not None:
+            self._records[session_id].know_end.append(call)
 
     @contextmanager
     def running(self, owner: Ownership) -> Iterator[None]:
@@ -323,7 +330,7 @@ class Ledger:
         self._may_write(owner)
         self._is_true(owner.session_id, log, meta)
         session = self._records[owner.session_id]
-        session.finisher = call
+        self.knows_end(owner.session_id, call)
         self.has_finished.add(owner.session_id)
         if not is_over(session.spec, log):
             self.violate(f"{owner.session_id} was finished at {len(log)}, before its end")

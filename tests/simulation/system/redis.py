@@ -24,6 +24,7 @@ from galley.core.store import (
     LogHashes,
     NewSession,
     Ownership,
+    SessionEnded,
     SessionStore,
     StoredSession,
     TokenBucket,
@@ -390,7 +391,7 @@ class SimStore(SessionStore):
             self._ledger.committed(owner, *self._sessions.held(owner.session_id))
             return length
 
-        length = await self._redis.call(self._caller, commit, owner.session_id)
+        length = await self._by_owner(owner, commit)
         self._ledger.acknowledged(owner.session_id, expected_len + len(tokens))
         return length
 
@@ -402,7 +403,7 @@ class SimStore(SessionStore):
             self._changes(call)
             self._ledger.finished(owner, *self._sessions.held(owner.session_id), call)
 
-        await self._redis.call(self._caller, store_finish, owner.session_id)
+        await self._by_owner(owner, store_finish)
 
     async def recreate(self, owner: Ownership, new: NewSession, latest_ms: int) -> None:
         call, began_s = current_call(), asyncio.get_running_loop().time()
@@ -418,7 +419,14 @@ class SimStore(SessionStore):
         await self._redis.call(self._caller, recreate, owner.session_id)
 
     async def renew(self, owner: Ownership) -> None:
-        await self._redis.call(self._caller, lambda: at_once(self._sessions.renew(owner)), owner.session_id)
+        await self._by_owner(owner, lambda: at_once(self._sessions.renew(owner)))
+
+    async def _by_owner(self, owner: Ownership, work: Callable[[], T]) -> T:
+        try:
+            return await self._redis.call(self._caller, work, owner.session_id)
+        except SessionEnded:
+            self._ledger.knows_end(owner.session_id, current_call())
+            raise
 
     async def abort(self, session_id: str, principal: str, finish: bytes, latest_ms: int) -> None:
         call, began_s = current_call(), asyncio.get_running_loop().time()
