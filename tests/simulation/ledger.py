@@ -58,11 +58,8 @@ class _SessionRecord:
         self.holder: Call | None = None
         """The call by which the session has its owner; None if that is not known."""
         self.held_since_s = 0.0
-        self.know_end: list[Call] = []
-        """The calls whose owner has finished the session, or was told that it has ended.
-
-        They do not find out who owns it later.
-        """
+        self.ended_for: set[Call] = set()
+        """The calls whose owner knows that the session has ended: it does not find out who owns it later."""
         self.excused: set[str] = set()
         """The clients whose stream an ended call has replaced, where no promise forbids that."""
         self.claimant: str | None = None
@@ -295,13 +292,14 @@ class Ledger:
     def fenced_s(self, session_id: str, call: Call | None) -> float:
         """Return for how long another call than this one has held the session; 0 if none is known to."""
         session = self._records[session_id]
-        if session.holder in {None, call} or call in session.know_end:
+        if session.holder in {None, call} or call in session.ended_for:
             return 0.0
         return asyncio.get_running_loop().time() - session.held_since_s
 
     def knows_end(self, session_id: str, call: Call | None) -> None:
+        """Note that the owner by `call` has finished the session, or was told that it has ended."""
         if call is not None:
-            self._records[session_id].know_end.append(call)
+            self._records[session_id].ended_for.add(call)
 
     @contextmanager
     def running(self, owner: Ownership) -> Iterator[None]:
