@@ -416,7 +416,7 @@ class SimStore(SessionStore):
                 self._must_be_in_time("makes a session anew", began_s)
                 self._ledger.made_anew(owner)
 
-        await self._redis.call(self._caller, recreate, owner.session_id)
+        await self._by_owner(owner, recreate)
 
     async def renew(self, owner: Ownership) -> None:
         await self._by_owner(owner, lambda: at_once(self._sessions.renew(owner)))
