@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import gguf
 import numpy as np
@@ -42,9 +42,13 @@ def save_tiny_gguf(
     path: Path,
     architecture: str = "llama",
     keys: Mapping[str, str | float] | None = None,
-    tensors: Mapping[str, NDArray[np.float32]] | None = None,
+    tensors: Mapping[str, NDArray[Any]] | None = None,
+    rotated: int = SIZE // HEADS,
 ) -> Path:
-    """Write a model of one block to `path`, with further keys (below `architecture`) and tensors."""
+    """Write a model of one block to `path`, with further keys (below `architecture`) and tensors.
+
+    `rotated` values of each head are rotated by their position.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(64)
     writer.add_embedding_length(SIZE)
@@ -55,7 +59,7 @@ def save_tiny_gguf(
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_layer_norm_eps(1e-5)
     writer.add_key_length(SIZE // HEADS)
-    writer.add_rope_dimension_count(SIZE // HEADS)
+    writer.add_rope_dimension_count(rotated)
     for key, value in (keys or {}).items():
         name = f"{architecture}.{key}"
         if isinstance(value, str):

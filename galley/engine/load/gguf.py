@@ -49,10 +49,14 @@ def convert(source: Path, out: Path) -> None:
     """Write the model in `source` to the existing directory `out`. Raises UnsupportedModel."""
     silence()
     config = _read_config(source)
-    reader = GGUFReader(source)
-    _set_rope(source, reader, config)
-    refuse_config(config, causal_class(config))
-    _build(source, reader, config).save_pretrained(out)
+    try:
+        reader = GGUFReader(source)
+        _set_rope(source, reader, config)
+        refuse_config(config, causal_class(config))
+        model = _build(source, reader, config)
+    except (ValueError, KeyError, NotImplementedError) as error:  # of gguf, transformers or numpy
+        raise _unreadable(source, error) from error
+    model.save_pretrained(out)
     tokenizer = AutoTokenizer.from_pretrained(  # nosec B615  # a directory
         source.parent, gguf_file=source.name, local_files_only=True, trust_remote_code=False
     )
@@ -68,10 +72,14 @@ def _read_config(source: Path) -> Any:
             source.parent, gguf_file=source.name, local_files_only=True, trust_remote_code=False
         )
     except (ValueError, KeyError, OSError) as error:
-        raise UnsupportedModel(f"{source}: must be a GGUF that transformers can read: {error}") from error
+        raise _unreadable(source, error) from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
+
+
+def _unreadable(source: Path, error: Exception) -> UnsupportedModel:
+    return UnsupportedModel(f"{source}: must be a GGUF that transformers can read: {error}")
 
 
 def _set_rope(source: Path, reader: Any, config: Any) -> None:
@@ -140,12 +148,14 @@ def _architecture(reader: Any) -> str:
 
 def _build(source: Path, reader: Any, config: Any) -> Any:
     model = CAUSAL_LM.from_config(config, dtype=torch.float32)
+    _refuse_partial_rotation(source, reader, model)
     _refuse_tensors(source, reader, model)
     # Its progress bar cannot be switched off; errors are exceptions.
     with contextlib.redirect_stderr(io.StringIO()):
         content = _READER.load_gguf_checkpoint(
             str(source), return_tensors=True, model_to_load=model, torch_dtype=torch.float32
         )
+    _refuse_shapes(source, content["tensors"], model)
     missing, unexpected = model.load_state_dict(content["tensors"], strict=False)
     model.tie_weights()
     tied = set(model._tied_weights_keys or ()) if config.tie_word_embeddings else set()  # noqa: SLF001  # no public name
@@ -167,6 +177,34 @@ def _refuse_tensors(source: Path, reader: Any, model: Any) -> None:
             f"{source}: tensors must be those of {model.config.model_type}, got {', '.join(extra[:_NAMED])}; "
             f"{_REMEDY}"
         )
+
+
+def _refuse_partial_rotation(source: Path, reader: Any, model: Any) -> None:
+    """Raise UnsupportedModel if the file rotates another part of each head than `model` does."""
+    rotated = {2 * len(buffer) for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
+    architecture = _architecture(reader)
+    for key in (f"{architecture}.rope.dimension_count", f"{architecture}.attention.key_length"):
+        if key in reader.fields:
+            sizes = set(np.atleast_1d(reader.fields[key].contents()).tolist())
+            break
+    else:  # llama.cpp's default: the whole head
+        sizes = {model.config.hidden_size // model.config.num_attention_heads}
+    if rotated and not sizes <= rotated:
+        expected, got = (" or ".join(map(str, sorted(values))) for values in (rotated, sizes))
+        raise UnsupportedModel(
+            f"{source}: rotary embedding: must rotate {expected} values of each head, got {got}; {_REMEDY}"
+        )
+
+
+def _refuse_shapes(source: Path, tensors: dict[str, Any], model: Any) -> None:
+    """Raise UnsupportedModel if a tensor has another shape than in `model`."""
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        if shape != expected.get(name, shape):
+            raise UnsupportedModel(
+                f"{source}: {name}: must have the shape {expected[name]}, got {shape}; {_REMEDY}"
+            )
 
 
 def _tidy(path: Path) -> None:

@@ -31,7 +31,7 @@ from galley.engine.load.support import (
 )
 
 # Increased with every change to galley.engine.load.gguf that may change what it writes.
-_CONVERTER_REVISION = 2
+_CONVERTER_REVISION = 3
 _DIGEST_DIGITS = 16
 _DEFAULT_SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 

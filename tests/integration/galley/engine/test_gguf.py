@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from galley.core.errors import UnsupportedModel
 from galley.engine.load.module import DTYPES, load_config, load_module
@@ -66,6 +67,40 @@ def test_keys_of_rope_that_are_not_read_are_refused(
 def test_tensors_that_the_model_lacks_are_refused(name: str, source: Path) -> None:
     save_tiny_gguf(source, tensors={name: np.ones(SIZE, np.float32)})
     with pytest.raises(UnsupportedModel, match=f"tensors must be those of llama, got {name}; use"):
+        resolve_model(str(source))
+
+
+@pytest.mark.parametrize(
+    ("weight", "reason"),
+    [
+        (np.ones((SIZE, SIZE), np.float32), r"must have the shape \(48, 32\), got \(32, 32\)"),
+        (np.ones((48, SIZE), np.int8), "must be a GGUF that transformers can read: .*I8"),
+    ],
+)
+def test_tensors_of_another_shape_or_an_unknown_type_are_refused(
+    weight: NDArray[Any], reason: str, source: Path
+) -> None:
+    save_tiny_gguf(source, tensors={"blk.0.ffn_up.weight": weight})
+    with pytest.raises(UnsupportedModel, match=reason):
+        resolve_model(str(source))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("blk.0.attn_q.weight", np.ones((30, SIZE), np.float32)),
+        ("rope_freqs.weight", np.ones(8, np.int8)),
+    ],
+)
+def test_tensors_that_cannot_be_read_are_refused(name: str, tensor: NDArray[Any], source: Path) -> None:
+    save_tiny_gguf(source, tensors={name: tensor})
+    with pytest.raises(UnsupportedModel, match="must be a GGUF that transformers can read: "):
+        resolve_model(str(source))
+
+
+def test_heads_of_which_another_part_is_rotated_are_refused(source: Path) -> None:
+    save_tiny_gguf(source, "starcoder2", rotated=8)
+    with pytest.raises(UnsupportedModel, match="must rotate 16 values of each head, got 8;"):
         resolve_model(str(source))
 
 
