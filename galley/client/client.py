@@ -33,7 +33,7 @@ from galley.client.errors import GalleyRpcError, rpc_error
 from galley.client.options import Conversation, GenerateOptions, Prompt, Retries, Tls
 from galley.client.request import generate_request
 from galley.client.result import Output, Result
-from galley.client.streams import NO_RETRIES, AsyncStream, Call, Gateways, Recovery, ResumePoint
+from galley.client.streams import NO_RETRIES, RETRYABLE, AsyncStream, Call, Gateways, Recovery, ResumePoint
 from galley.client.structured import parser_of
 from galley.common.tls.channels import open_channel
 from galley.core.names import FORCE_KEY, FORCE_VALUE
@@ -46,8 +46,8 @@ Metadata: TypeAlias = tuple[tuple[str, str], ...]
 Stub: TypeAlias = "rpc.GenerationAsyncStub"
 
 _KEY_BYTES = 16
-# Statuses of a gateway that is down, or that does not respond.
-_LEAVES_GATEWAY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
+# Statuses of a gateway that is down, that stops, or that does not respond.
+_LEAVES_GATEWAY = RETRYABLE | {grpc.StatusCode.DEADLINE_EXCEEDED}
 _T = TypeVar("_T")
 
 
@@ -305,7 +305,7 @@ class AsyncClient:
             except grpc.RpcError as error:
                 if error.code() in _LEAVES_GATEWAY:
                     self._gateways.leave(used)
-                if not left or error.code() is not grpc.StatusCode.UNAVAILABLE:
+                if not left or error.code() not in RETRYABLE:
                     raise rpc_error(error) from error
                 used = self._gateways.after(used)
 

@@ -28,7 +28,7 @@ Call: TypeAlias = "grpc.aio.UnaryStreamCall[Any, Any]"
 
 NO_RETRIES = Retries(patience_s=0.0)
 # CANCELLED is what a stopping gateway sends.
-_RETRYABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
+RETRYABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
 # Words of gRPC's INTERNAL and UNKNOWN errors for a connection that ended during a call.
 _BROKEN_CONNECTION = ("RST_STREAM", "GOAWAY", "Stream removed")
 # gRPC's own RESOURCE_EXHAUSTED for a message above the client's limit.
@@ -306,7 +306,7 @@ class Recovery:
             raise error
         if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and stream.session_id:
             return max(error.retry_after_s or 0.0, self._next_pause_s())
-        if error.code in _RETRYABLE or any(word in error.message for word in _BROKEN_CONNECTION):
+        if error.code in RETRYABLE or any(word in error.message for word in _BROKEN_CONNECTION):
             return self._next_pause_s()
         raise error
 

@@ -240,6 +240,21 @@ async def test_unary_calls_use_the_first_available_gateway() -> None:
     assert caught.value.code is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_unary_calls_that_a_stopping_gateway_cancels_go_to_the_next() -> None:
+    class Stopping(FakeGateway):
+        def GetModelInfo(
+            self, request: pb.GetModelInfoRequest, context: grpc.ServicerContext
+        ) -> pb.GetModelInfoResponse:
+            context.abort(grpc.StatusCode.CANCELLED, "the gateway stops")
+
+    other = FakeGateway()
+    with serving(Stopping()) as first, serving(other) as second:
+        async with AsyncClient([first, second]) as client:
+            assert (await client.model_info()).model == "tiny"
+            await client.generate("x")
+    assert len(other.requests) == 1
+
+
 async def test_a_gateway_that_is_down_is_left_although_nothing_is_retried() -> None:
     gateway = FakeGateway()
     with serving(gateway) as address:
