@@ -56,7 +56,7 @@ def chat(
 ) -> None:
     """Talk with the model, one turn after the other; /help lists the commands.
 
-    Unless messages come from a terminal, the exit code is 1 if an answer failed.
+    Unless messages come from a terminal, the exit code is 1 if a line was refused or an answer failed.
     """
     console = Console(highlight=False)
     state = Chat(
@@ -83,16 +83,21 @@ def _take(state: Chat, connection: Connection, console: Console, line: str) -> N
         try:
             printed = obey(state, line)
         except BadCommand as error:
-            say(f"error: {error}", style="red")
+            _refuse(state, str(error))
             return
         if printed:
             say(printed)
         if state.origins and not origins:
             _show_origins(state, console, is_wanted=True)
     if not _is_text(state.to_send):
-        say("error: standard input: must be UTF-8 text", style="red")
+        _refuse(state, "standard input: must be UTF-8 text")
     elif state.to_send:
         _answer(state, connection, console, state.to_send)
+
+
+def _refuse(state: Chat, problem: str) -> None:
+    say(f"error: {problem}", style="red")
+    state.has_failed = True
 
 
 def _is_text(line: str) -> bool:

@@ -45,7 +45,7 @@ class Chat:
     to_send: str = ""
     is_over: bool = False
     has_failed: bool = False
-    """True once an answer failed."""
+    """True once a line was refused or an answer failed."""
 
 
 def obey(chat: Chat, line: str) -> str:

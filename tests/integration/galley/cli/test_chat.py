@@ -105,6 +105,7 @@ def test_a_bad_command_is_refused_in_one_line_and_the_chat_goes_on(line: str, pr
     result = ask(gateway, "chat", stdin=f"{line}\none\n")
     [error] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert error.startswith(f"error: {problem}")
+    assert result.exit_code == 1
     assert sent(gateway) == [[("user", "one")]]
 
 

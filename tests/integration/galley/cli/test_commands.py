@@ -551,7 +551,7 @@ def test_chat_refuses_a_line_that_is_not_utf_8_and_goes_on() -> None:
         ended = subprocess.run(
             command, input=b"caf\xe9\ntea\n", env={**os.environ, **PLAIN}, capture_output=True, check=False
         )
-    assert ended.returncode == 0
+    assert ended.returncode == 1
     assert b"error: standard input: must be UTF-8 text" in ended.stderr
     assert len(gateway.requests) == 1
 
