@@ -100,9 +100,8 @@ class EventStream(EventWriter):
     async def begin(self, choices: Sequence[Choice]) -> None:
         self._choices = choices
         if self._form.has_parts:
-            self._readers = [
-                OutputReader(self._form, self._model.tokenizer, one.session.answer) for one in choices
-            ]
+            tokenizer, ends = self._model.tokenizer, self._model.info.eos_token_ids
+            self._readers = [OutputReader(self._form, tokenizer, one.session.answer, ends) for one in choices]
         self._name_build(choices[0].session.answer.fingerprint)
         await self.open(choices[0].session.spec.session_id)
         for choice in choices:

@@ -67,7 +67,8 @@ class WholeAnswers:
         fields: dict[str, Any] = {"index": index}
         has_calls = False
         if self._form.has_parts:
-            reader = OutputReader(self._form, self._model.tokenizer, self.choices[index].session.answer)
+            model, answer = self._model, self.choices[index].session.answer
+            reader = OutputReader(self._form, model.tokenizer, answer, model.info.eos_token_ids)
             deltas = [*await reader.read(len(self._tokens[index])), *reader.finish()]
             fields["message"] = reader.message(deltas)
             has_calls = reader.has_calls

@@ -124,7 +124,7 @@ class PartsReader:
     """Read an answer token by token into items."""
 
     def __init__(self, form: Format, model: ServedModel, answer: Answer) -> None:
-        self._reader = OutputReader(form, model.tokenizer, answer)
+        self._reader = OutputReader(form, model.tokenizer, answer, model.info.eos_token_ids)
         self._builder = ItemBuilder(answer.spec.session_id, self._reader.call_id)
         self._model = model
         self._answer = answer
@@ -173,7 +173,7 @@ class PartsReader:
         return self._events(self._reader.finish())
 
     def close(self, status: str) -> list[Event]:
-        """End the open item, which is incomplete if it is a call that a stop string has cut off."""
+        """End the open item, which is incomplete if it is a call that a stop has cut off."""
         return list(self._builder.close("incomplete" if self._reader.is_call_cut else status))
 
     async def skip(self, end: int) -> None:

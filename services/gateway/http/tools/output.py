@@ -6,11 +6,11 @@ What is read depends on the tokens alone, one at a time: a stream that another g
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from galley.common.models.tokenizer import Tokenizer
-from galley.core.answer.answer import Answer
+from galley.core.answer.answer import Answer, Reason
 from services.gateway.http.api.format import Format
 from services.gateway.http.tools.deltas import (
     CallArguments,
@@ -33,8 +33,12 @@ _PIECE_TOKENS = 256
 class OutputReader:
     """Read one answer; `reasoning_tokens` counts the tokens of its reasoning so far."""
 
-    def __init__(self, form: Format, tokenizer: Tokenizer, answer: Answer) -> None:
+    def __init__(
+        self, form: Format, tokenizer: Tokenizer, answer: Answer, end_tokens: Collection[int] = ()
+    ) -> None:
+        """`end_tokens` are those by which the model ends its answers."""
         self.reasoning_tokens = 0
+        self._end_tokens = end_tokens
         self._has_calls = False
         self._arguments: list[str] = []
         """Of the call that the text so far ends with, in pieces."""
@@ -56,15 +60,16 @@ class OutputReader:
 
     @property
     def has_calls(self) -> bool:
-        """Return True if the answer has calls, the last of which no stop string has cut off."""
+        """Return True if the answer has calls, the last of which is whole."""
         return self._has_calls and not self.is_call_cut
 
     @property
     def is_call_cut(self) -> bool:
-        """Return True if a stop string has ended the answer within the arguments of a call."""
+        """Return True if a stop of the request has ended the answer within the arguments of a call."""
         ending = self._answer.ending
-        has_stop = ending is not None and isinstance(ending.matched, str)
-        return has_stop and is_open("".join(self._arguments))
+        if ending is None or ending.reason is not Reason.STOP or ending.matched in self._end_tokens:
+            return False
+        return is_open("".join(self._arguments))
 
     def push(self, end: int) -> list[Delta]:
         """Read further tokens, up to the first `end` of the answer."""

@@ -221,17 +221,18 @@ async def test_a_call_that_is_cut_off(client: HttpClient, answers: Answers) -> N
 @pytest.mark.parametrize(
     ("stop", "reason", "arguments"),
     [
-        ("2}", "stop", '{"city": "Orlé", "days": '),
-        (": {", "stop", None),
-        ("2}}\nX", "tool_calls", '{"city": "Orlé", "days": 2}'),
-        ("}\n", "tool_calls", '{"city": "Orlé", "days": 2}'),
+        ({"stop": "2}"}, "stop", '{"city": "Orlé", "days": '),
+        ({"stop_token_ids": [ord("2")]}, "stop", '{"city": "Orlé", "days": '),
+        ({"stop": ": {"}, "stop", None),
+        ({"stop": "2}}\nX"}, "tool_calls", '{"city": "Orlé", "days": 2}'),
+        ({"stop": "}\n"}, "tool_calls", '{"city": "Orlé", "days": 2}'),
     ],
 )
-async def test_a_stop_string_in_a_call(
-    client: HttpClient, answers: Answers, stop: str, reason: str, arguments: str | None
+async def test_a_stop_in_a_call(
+    client: HttpClient, answers: Answers, stop: dict[str, Any], reason: str, arguments: str | None
 ) -> None:
     answers.write(CALL)
-    body = {**BODY, "stop": stop}
+    body = {**BODY, **stop}
     [choice] = (await client.post(PATH, body)).json()["choices"]
     assert choice["finish_reason"] == reason
     calls = choice["message"].get("tool_calls", [])
@@ -240,6 +241,18 @@ async def test_a_stop_string_in_a_call(
     assert streamed.finish_reasons() == [reason]
     functions = [call["function"] for call in merged(streamed).get("tool_calls", [])]
     assert functions == [call["function"] for call in calls]
+
+
+@pytest.mark.parametrize(
+    "arguments", ['"5\\" pipe ["}', '{"a": {"b": 1}'], ids=["a text", "brackets too few"]
+)
+async def test_a_call_that_the_model_ended_is_whole(
+    client: HttpClient, answers: Answers, arguments: str
+) -> None:
+    answers.write(f'<tool_call>\n{{"name": "get_weather", "arguments": {arguments}</tool_call>')
+    [choice] = (await client.post(PATH, BODY)).json()["choices"]
+    assert [call["type"] for call in choice["message"]["tool_calls"]] == ["function"]
+    assert choice["finish_reason"] == "tool_calls"
 
 
 @pytest.mark.parametrize(("n", "stop"), [(1, ()), (2, ()), (2, (",\nX", "So.X", "}}\nX"))])
