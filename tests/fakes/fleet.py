@@ -108,6 +108,7 @@ class FreezingDraft(FakeDraft):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.thawed = Gate()
+        self.probes = 0
 
     def freeze(self) -> None:
         self.thawed.close()
@@ -118,6 +119,7 @@ class FreezingDraft(FakeDraft):
         self.gate.open()
 
     async def GetDraftInfo(self, request: pb.GetDraftInfoRequest, context: Any) -> pb.GetDraftInfoResponse:
+        self.probes += 1
         await self.thawed.enter()
         return await super().GetDraftInfo(request, context)
 

@@ -1,7 +1,8 @@
 """The draft of one session: the session keeps its replica while that serves it, then moves to another.
 
-A replica that fails a request, or is late with it, loses that session. A late one is probed as well; if it
-does not respond, it loses all its sessions at once. While no draft is available, the gateway drafts by
+A replica that fails a request, or is late with it, loses that session. A late one is probed as well, and so
+is one that sends nothing during many requests that are cancelled sooner; if it does not respond, it loses all
+its sessions at once. While no draft is available, the gateway drafts by
 lookup.
 """
 
@@ -77,6 +78,10 @@ class DraftSession:
         self._drafted_with = _AS_REQUESTED
         self._states = WaitingStates()
         self._placement = -1
+        self._silent: tuple[DraftReplica, int] | None = None
+        """A draft, and the number of its responses to all sessions, when its silence began."""
+        self._silent_ns = 0
+        """How long requests were open there since then."""
         self.failures = 0
         """Requests that a draft failed, or was late with."""
 
@@ -158,7 +163,9 @@ class DraftSession:
                 self._drafts.start_probe(draft)
             else:
                 breaker.record_cancelled(attempt)
+                self._probe_if_silent(draft, started_ns)
             raise
+        draft.responses += 1
         if isinstance(response, ev.Failed):
             if response.refusal is None:
                 self._drafts.failed(draft, breaker, attempt)
@@ -171,6 +178,19 @@ class DraftSession:
             self._drafts.succeeded(draft, breaker, attempt)
             self._stay(replica, spec)
         return response
+
+    def _probe_if_silent(self, draft: DraftReplica, started_ns: int) -> None:
+        """Check a draft that has sent nothing for long: with credit, the target may be first each time.
+
+        One that reads a long prompt responds to the check, and stays.
+        """
+        now_ns = self._drafts.now_ns()
+        if self._silent != (draft, draft.responses):
+            self._silent, self._silent_ns = (draft, draft.responses), 0
+        self._silent_ns += now_ns - started_ns
+        if self._drafts.is_late(now_ns - self._silent_ns):
+            self._silent_ns = 0
+            self._drafts.start_probe(draft)
 
     def _stay(self, replica: Replica | None, spec: SessionSpec) -> None:
         if self._home is not None and replica is not None and self._home != replica:

@@ -35,13 +35,17 @@ _LATE_SHARE = 0.9
 
 
 class DraftReplica(PoolReplica[DraftClient, DraftLease]):
-    """One draft replica; `sessions` are those of this gateway that used it recently."""
+    """One draft replica; `sessions` are those of this gateway that used it recently.
+
+    `responses` counts their requests that ended there with a response or an error.
+    """
 
     def __init__(
         self, address: str, channel: grpc.aio.Channel, fault_in: FaultIn[pb.GetDraftInfoResponse]
     ) -> None:
         super().__init__(address, DraftClient(channel, address, fault_in), channel)
         self.sessions = RecentKeys()
+        self.responses = 0
         self._breaker = Breaker()
         self._breaker_of = ""
 

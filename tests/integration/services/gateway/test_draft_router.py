@@ -32,6 +32,7 @@ from tests.fakes.world import PROMPT_TOKENS, SPEC, World
 K = 4
 # Long enough that a draft answers in time on a busy machine.
 TIMEOUT_S = 1.0
+SOON_S = 0.1
 TIMED_OUT = "no answer in time"
 
 
@@ -42,13 +43,19 @@ class Here:
         self._requests = 0
 
     async def ask(
-        self, session: DraftSession, spec: SessionSpec = SPEC, *, strategy: str = "", ahead: int = 0
+        self,
+        session: DraftSession,
+        spec: SessionSpec = SPEC,
+        *,
+        strategy: str = "",
+        ahead: int = 0,
+        within_s: float = TIMEOUT_S,
     ) -> ev.Proposed | ev.CacheMissed | ev.Failed:
         self._requests += 1
         part = ev.Slice(0, spec.prompt, prefix_hash(()))
         request = ev.Propose(self._requests, part, K, strategy, ahead)
         try:
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(within_s):
                 return await session.propose(spec, request, int(TIMEOUT_S * SECOND))
         except TimeoutError:
             return ev.Failed(self._requests, TIMED_OUT)
@@ -151,6 +158,36 @@ async def test_a_hanging_draft_fails_all_its_requests(here: Here) -> None:
     assert isinstance(await here.ask(sessions[0], named("w")), ev.Failed)
     async with asyncio.timeout(PATIENCE_S / 4):
         must_be_right(await waiting)
+
+
+async def test_a_frozen_draft_is_left_although_the_target_is_always_first(here: Here) -> None:
+    """With credit, a request is cancelled once the target has confirmed what it asks for."""
+    session = DraftSession(here.drafts)
+    must_be_right(await here.ask(session))
+    frozen, other = here.fleet.holder()
+    frozen.fake.freeze()
+    async with asyncio.timeout(PATIENCE_S):
+        while isinstance(answer := await here.ask(session, within_s=SOON_S), ev.Failed):
+            pass
+    must_be_right(answer)
+    assert other.sessions == {"s"}
+
+
+async def test_a_draft_that_reads_for_long_keeps_its_sessions(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DraftPool, "probe_timeout_s", PATIENCE_S)  # on a busy machine too
+    session = DraftSession(here.drafts)
+    must_be_right(await here.ask(session))
+    reading, other = here.fleet.holder()
+    reading.fake.gate.close()
+    before = reading.fake.probes
+    async with asyncio.timeout(PATIENCE_S):
+        while reading.fake.probes < before + 2:
+            assert isinstance(await here.ask(session, within_s=SOON_S), ev.Failed)
+    reading.fake.gate.open()
+    must_be_right(await here.ask(session))
+    assert not other.sessions
 
 
 async def test_a_draft_that_thaws_is_used_again(here: Here) -> None:
