@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from opentelemetry.trace import INVALID_SPAN, use_span
 
-from galley.common.logs import log_internal
+from galley.common.logs import get_logger, log_internal
 from galley.common.metrics import catalogue
 from galley.common.metrics.registry import Registry
 from galley.common.tracing.light_spans import LightSpan, SpanScope
@@ -26,7 +26,13 @@ from galley.core.step import StepOutcome, StepPlan
 from services.target.engine.protocol import EngineLost, TargetEngine
 from services.target.spans import Batch, BatchSpans
 
+_log = get_logger(__name__)
+
 _SECOND = 1e9
+LONGEST_STEP_S = 120.0
+"""A step that takes longer hangs: its replica can serve nothing, and must not keep its lease."""
+_LOOKS = 12
+"""Looks at a step in that time. While the whole process is stopped, at most one of them passes."""
 
 
 class StepMeter:
@@ -134,11 +140,12 @@ class StepLoop:
         self._idle = asyncio.Event()
         self._idle.set()
         self._stopped: Unavailable | None = None
+        self._next_look: asyncio.TimerHandle
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="step")
         self._task = asyncio.ensure_future(self._run())
         self.draining = asyncio.Event()
         self.on_loss: Callable[[], None] = lambda: None
-        """Is called when the engine is lost, after each step that it fails."""
+        """Is called when the engine is lost, after each step that it fails, and while a step hangs."""
 
     def submit(self, request: VerifyRequest, span: LightSpan | None = None) -> Ticket:
         """Queue `request` and return the ticket for its responses; `span` is the request's, if it is traced.
@@ -253,6 +260,7 @@ class StepLoop:
     async def _run_step(self, plan: StepPlan, batch: Batch | None) -> tuple[BatchInfo, int] | None:
         """Return what the step was, and how long it took, in ns; None if it failed."""
         loop, began_ns = asyncio.get_running_loop(), time.monotonic_ns()
+        self._look_after(_LOOKS)
         try:
             outcomes = await loop.run_in_executor(self._worker, self._compute, plan, batch)
         except Exception as error:  # noqa: BLE001  # a failed step must not end the loop
@@ -263,11 +271,22 @@ class StepLoop:
             if isinstance(error, EngineLost):
                 self.on_loss()
             return None
+        finally:
+            self._next_look.cancel()
         now = time.monotonic_ns()
         info = self._engine.conclude(plan, outcomes, now, batch.packed if batch is not None else b"")
         if batch is not None:
             batch.concluded(info)
         return info, now - began_ns
+
+    def _look_after(self, looks: int) -> None:
+        """Report the running step as hanging after that many looks, one after the other."""
+        if looks:
+            loop = asyncio.get_running_loop()
+            self._next_look = loop.call_later(LONGEST_STEP_S / _LOOKS, self._look_after, looks - 1)
+        else:
+            _log.error("step hangs", seconds=LONGEST_STEP_S)
+            self.on_loss()
 
     def _compute(self, plan: StepPlan, batch: Batch | None) -> Sequence[StepOutcome]:
         if batch is None:

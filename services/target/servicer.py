@@ -124,7 +124,7 @@ class TargetService(rpc.TargetServicer):
         return target_lease(address, self.describe(), self._engine.kv.cached_prefixes(MAX_CACHED_PREFIXES))
 
     def call_on_loss(self, on_loss: Callable[[], None]) -> None:
-        """Have `on_loss` called when the engine is lost; it may be called again."""
+        """Have `on_loss` called when the engine is lost or a step hangs; it may be called again."""
         self._loop.on_loss = on_loss
 
     async def quiet(self) -> None:

@@ -264,12 +264,14 @@ class LossExit:
 def exit_on_loss(target: TargetService, service: Service) -> None:
     """Exit this process once the target's engine is lost; `service` is the target with its registration."""
 
-    async def withdraw() -> None:
-        if isinstance(service, Registered):
-            await service.withdraw()
-        await target.quiet()  # open requests get their status
+    target.call_on_loss(LossExit(lambda: withdraw(service, target), "engine lost").begin)
 
-    target.call_on_loss(LossExit(withdraw, "engine lost").begin)
+
+async def withdraw(service: Service, target: TargetService) -> None:
+    """Withdraw the lease of `service`, then let the open requests of `target` get their status."""
+    if isinstance(service, Registered):
+        await service.withdraw()
+    await target.quiet()
 
 
 class RankedTarget:
@@ -302,6 +304,7 @@ class RankedTarget:
         # Not earlier: joining uses the store on another thread.
         self._watches.append(asyncio.create_task(self._watch_hosts(store, starts)))
         service = await add_target(server, parts, engine, settings)
+        service.call_on_loss(self._exit.begin)
         self._service = registered_target(service, settings, parts.address)
 
     async def drain(self) -> None:

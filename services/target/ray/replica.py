@@ -129,6 +129,7 @@ class Leader:
     async def _build(self, server: grpc.aio.Server, parts: Parts, store: Store | None) -> Service:
         engine = await in_passing_thread(self._rank.load, store)
         self._service = await add_target(server, parts, engine, self._settings)
+        self._service.call_on_loss(self.exit.begin)
         return registered_target(self._service, self._settings, parts.address)
 
 

@@ -6,13 +6,12 @@ import asyncio
 
 import grpc
 
-from galley.common.registry.registration import Registered
 from galley.common.server.process import in_passing_thread, limit_threads
 from galley.common.server.server import Parts, Service
 from services.target.engine.vllm.core import VllmCore
 from services.target.engine.vllm.loading import load_core
 from services.target.engine.vllm.target import VllmEngine
-from services.target.ranks.ranks import LossExit
+from services.target.ranks.ranks import LossExit, withdraw
 from services.target.servicer import TargetService, add_target, registered_target
 from services.target.settings import TargetSettings, memory_reported
 
@@ -29,6 +28,7 @@ class _ServedCore:
 
     async def serve(self, server: grpc.aio.Server, parts: Parts, settings: TargetSettings) -> None:
         self._target = await add_target(server, parts, VllmEngine(self._core), settings)
+        self._target.call_on_loss(self._exit.begin)
         self._service = registered_target(self._target, settings, parts.address)
 
     async def drain(self) -> None:
@@ -42,10 +42,8 @@ class _ServedCore:
         await asyncio.to_thread(self._core.close)
 
     async def _withdraw(self) -> None:
-        if isinstance(self._service, Registered):
-            await self._service.withdraw()
-        if self._target is not None:
-            await self._target.quiet()  # open requests get their status
+        if self._service is not None and self._target is not None:
+            await withdraw(self._service, self._target)
 
 
 async def start_vllm_target(settings: TargetSettings, server: grpc.aio.Server, parts: Parts) -> Service:
