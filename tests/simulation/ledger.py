@@ -182,29 +182,31 @@ class Ledger:
             self.violate(f"{replica} publishes by names that can be guessed what it caches")
 
     def rolled_back(
-        self, before: Mapping[str, int], after: Mapping[str, int], *, keeps: bool = False
+        self, before: Mapping[str, int], after: Mapping[str, int], copied: Mapping[str, int] | None = None
     ) -> None:
         """Note that the store has lost its latest writes: epochs may repeat.
 
-        Its logs have the lengths `after` instead of `before`. Check that if it `keeps` what was acknowledged.
+        Its logs have the lengths `after` instead of `before`. If it must keep what was acknowledged, check
+        that by the lengths that were `copied`. A session whose renewals are lost may have expired.
         """
         self.roll_backs += 1
         self.met["roll-back"] += 1
         self.note("redis rolled back")
         for session_id, session in self._records.items():
-            self._shortened(session, before.get(session_id, 0), after.get(session_id, 0), keeps=keeps)
+            has = session.acknowledged if copied is None else copied.get(session_id, 0)
+            self._shortened(session, before.get(session_id, 0), after.get(session_id, 0), has)
             session.epochs.clear()
             session.latest = 0
-            if session.holder is not None and not keeps:  # the claim may be lost, the owner before back
+            if session.holder is not None and copied is None:  # the claim may be lost, the owner before back
                 session.excused.add(session.holder.near.name)
             session.holder = None
 
-    def _shortened(self, session: _SessionRecord, before: int, after: int, *, keeps: bool) -> None:
+    def _shortened(self, session: _SessionRecord, before: int, after: int, copied: int) -> None:
         if after < session.acknowledged <= before:
             session_id = session.spec.session_id
-            if keeps:
+            if copied < session.acknowledged:
                 self.violate(
-                    f"{session_id}: {session.acknowledged} tokens were acknowledged, {after} are left"
+                    f"{session_id}: {session.acknowledged} tokens were acknowledged, {copied} are left"
                 )
             self.met["lost what it had acknowledged"] += 1
             self.lost.add(session_id)

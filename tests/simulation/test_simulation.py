@@ -45,7 +45,10 @@ ALLOWED = {
     "answers that broke off are read again within a budget of 2 tokens a second": 102,
 }
 """Schedules of the early draw that were once called violations, by what the rules have to allow in them."""
-ALLOWED_NOW = {"an owner told of an abort waits for its client while others claim the session": 10_003_907}
+ALLOWED_NOW = {
+    "an owner told of an abort waits for its client while others claim the session": 10_003_907,
+    "a session whose renewals no copy acknowledged expires by a fail-over": 12_048_970,
+}
 """The same, of today's draw."""
 MENDED = {"the read of an answer's end did not count as reading": 8_880_039}
 """Schedules of the early draw that showed a defect that no other test shows."""

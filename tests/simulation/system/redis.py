@@ -72,6 +72,10 @@ class Sessions(MemoryStore):
     def lengths(self) -> dict[str, int]:
         return {of: len(self.held(of)[0]) for of in list(self._records) if self.holds(of)}
 
+    def copied_lengths(self) -> dict[str, int]:
+        """Return the lengths of all logs that a replica has got, of sessions that have expired too."""
+        return {of: len(record.tokens) for of, record in self._records.items()}
+
     def damage(self, session_id: str, share: float, *, tear: bool) -> None:
         """Flip a bit of the token at a `share` of the log, or tear off the log from there on."""
         tokens = self._records[session_id].tokens
@@ -245,7 +249,8 @@ class SimRedis:
         self.up, before, copies = True, self.sessions.lengths(), self.copies
         if copies.promote(self.sessions, latest=latest):
             keeps = copies.wanted == len(copies.all) or (latest and copies.wanted > 0)
-            self.ledger.rolled_back(before, self.sessions.lengths(), keeps=keeps)
+            copied = self.sessions.copied_lengths() if keeps else None
+            self.ledger.rolled_back(before, self.sessions.lengths(), copied)
 
     async def call(
         self, caller: Process, work: Callable[[], T], writes: str = "", *, repeats: bool = True
