@@ -36,6 +36,7 @@ from galley.client.result import Output, Result
 from galley.client.streams import NO_RETRIES, RETRYABLE, AsyncStream, Call, Gateways, Recovery, ResumePoint
 from galley.client.structured import parser_of
 from galley.common.tls.channels import open_channel
+from galley.core.admission.attempts import ATTEMPT_KEY, STREAM_BYTES, Attempt
 from galley.core.names import FORCE_KEY, FORCE_VALUE
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -180,15 +181,15 @@ class AsyncClient:
         request = generate_request(prompt, options)
         if not request.idempotency_key:
             request.idempotency_key = secrets.token_hex(_KEY_BYTES)
-        trace = self._trace(force=options.get("force_trace", False))
+        calls = self._calls(force=options.get("force_trace", False))
 
         def start(timeout_s: float | None) -> Call:
             return self._call(
-                trace, lambda stub, metadata: stub.Generate(request, timeout=timeout_s, metadata=metadata)
+                calls, lambda stub, metadata: stub.Generate(request, timeout=timeout_s, metadata=metadata)
             )
 
         timeout_s = options.get("timeout_s")
-        recovery = self._recovery(start, trace, timeout_s)
+        recovery = self._recovery(start, calls, timeout_s)
         output = Output(parse=parser_of(options.get("schema")))
         return AsyncStream(
             start(timeout_s), seen=output, recovery=recovery, max_tokens=options.get("max_tokens")
@@ -213,42 +214,42 @@ class AsyncClient:
         ', world!\\n'
         """
         point = ResumePoint(*checked_resume_point(session_id, next_index, seen_hash))
-        return self._resumed(point, None, self._trace(force=force_trace), timeout_s)
+        return self._resumed(point, None, self._calls(force=force_trace), timeout_s)
 
     def resume_stream(
         self, stream: AsyncStream, *, timeout_s: float | None = None, force_trace: bool = False
     ) -> AsyncStream:
         """Continue `stream` where it broke; the new stream holds the output of the old one as well."""
-        trace = self._trace(force=force_trace)
-        resumed = self._resumed(stream.resume_from(), stream.output, trace, timeout_s)
+        calls = self._calls(force=force_trace)
+        resumed = self._resumed(stream.resume_from(), stream.output, calls, timeout_s)
         resumed.max_tokens = stream.max_tokens
         return resumed
 
-    def _trace(self, *, force: bool) -> CallerTrace:
-        return CallerTrace(force=force or self._force_trace)
+    def _calls(self, *, force: bool) -> StreamCalls:
+        return StreamCalls(force=force or self._force_trace)
 
-    def _call(self, trace: CallerTrace, make: Callable[[Stub, Metadata], Call]) -> Call:
+    def _call(self, calls: StreamCalls, make: Callable[[Stub, Metadata], Call]) -> Call:
         stub = self._stub(self._gateways.current)
-        return trace.call(lambda metadata: make(stub, (*metadata, *key_metadata(self._key))))
+        return calls.call(lambda metadata: make(stub, (*metadata, *key_metadata(self._key))))
 
     def _resumed(
-        self, point: ResumePoint, seen: Output | None, trace: CallerTrace, timeout_s: float | None
+        self, point: ResumePoint, seen: Output | None, calls: StreamCalls, timeout_s: float | None
     ) -> AsyncStream:
-        call = self._resume(point, trace, timeout_s)
-        recovery = self._recovery(None, trace, timeout_s)
+        call = self._resume(point, calls, timeout_s)
+        recovery = self._recovery(None, calls, timeout_s)
         return AsyncStream(call, point, seen, recovery)
 
-    def _resume(self, point: ResumePoint, trace: CallerTrace, timeout_s: float | None) -> Call:
+    def _resume(self, point: ResumePoint, calls: StreamCalls, timeout_s: float | None) -> Call:
         request = pb.ResumeRequest(**point._asdict())
         return self._call(
-            trace, lambda stub, metadata: stub.Resume(request, timeout=timeout_s, metadata=metadata)
+            calls, lambda stub, metadata: stub.Resume(request, timeout=timeout_s, metadata=metadata)
         )
 
     def _recovery(
-        self, start: Callable[[float | None], Call] | None, trace: CallerTrace, timeout_s: float | None
+        self, start: Callable[[float | None], Call] | None, calls: StreamCalls, timeout_s: float | None
     ) -> Recovery:
         def resume(point: ResumePoint, timeout_s: float | None) -> Call:
-            return self._resume(point, trace, timeout_s)
+            return self._resume(point, calls, timeout_s)
 
         return Recovery(self._retries, start, resume, self._gateways, timeout_s)
 
@@ -318,22 +319,25 @@ def _running_loop() -> asyncio.AbstractEventLoop:
         raise RuntimeError(problem) from None
 
 
-class CallerTrace:
-    """The trace context in which a stream was requested; its retries are made in the same context."""
+class StreamCalls:
+    """The calls of one stream, in order: all in the trace context in which the stream was requested."""
 
     def __init__(self, *, force: bool) -> None:
         """Take the current context. `force` makes the gateways trace the request whatever they sample."""
         # A caller that has never imported OpenTelemetry has no span, and need not wait for the import.
         self._context = _otel_context().get_current() if "opentelemetry.context" in sys.modules else None
         self._forced = ((FORCE_KEY, FORCE_VALUE),) if force else ()
+        self._attempt = Attempt(secrets.token_bytes(STREAM_BYTES), 0)
 
     def call(self, make: Callable[[Metadata], _T]) -> _T:
         """Return `make(metadata)`, called in that context."""
+        self._attempt = self._attempt.next()
+        own = ((ATTEMPT_KEY, str(self._attempt)), *self._forced)
         if self._context is None:
-            return make(self._forced)
+            return make(own)
         token = _otel_context().attach(self._context)
         try:
-            return make((*w3c_metadata(), *self._forced))
+            return make((*w3c_metadata(), *own))
         finally:
             _otel_context().detach(token)
 

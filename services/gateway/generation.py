@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Self
 from structlog.contextvars import bind_contextvars
 
 from galley.common.fair_threads import FairThreads
+from galley.common.wire.handlers import text_metadata
 from galley.core.admission.admission import AdmissionSlot
+from galley.core.admission.attempts import ATTEMPT_KEY, Attempt
 from galley.core.answer.answer import Answer, Chunk, Ending, NumericsChanged, SessionSpec
 from galley.core.audit import AuditCounts, AuditReport
 from galley.core.errors import Broken, InvalidField, LogLost, NotFinished, UnknownSession
@@ -190,7 +192,7 @@ class Generation:
     async def generate(self, request: pb.GenerateRequest, call: ClientCall) -> AsyncIterator[AnswerStream]:
         """Start a session, or join the one of the same idempotency key."""
         with self.observe(request, call) as observer, self.admit(request) as [slot]:
-            deadline_ns = self.deadline_ns(call)
+            deadline_ns, slot.attempt = self.deadline_ns(call), _attempt_of(call)
             await self.reserve([request], [slot], deadline_ns)
             runner = await self.begin(await self.check(request, slot), slot, deadline_ns)
             with self.answer(runner, slot, call, observer) as answer:
@@ -200,7 +202,7 @@ class Generation:
     async def resume(self, request: pb.ResumeRequest, call: ClientCall) -> AsyncIterator[AnswerStream]:
         """Continue the session of a stream that was cut off."""
         with self.observe(request, call) as observer, self.admit_resume() as slot:
-            deadline_ns = self.deadline_ns(call)
+            deadline_ns, slot.attempt = self.deadline_ns(call), _attempt_of(call)
             claims = await self.prepare_claims([request], [slot], deadline_ns)
             runner = await self.claim(claims.pop(), deadline_ns)
             with self.answer(runner, slot, call, observer) as answer:
@@ -387,3 +389,12 @@ class Generation:
     def deadline_ns(self, call: ClientCall) -> int | None:
         remaining_s = call.time_remaining()
         return None if remaining_s is None else self.clock.now_ns() + int(remaining_s * SECOND)
+
+
+def _attempt_of(call: ClientCall) -> Attempt | None:
+    """Return the call's place in its stream, None if its client did not tell it. Raise InvalidField."""
+    text = text_metadata(call).get(ATTEMPT_KEY)
+    try:
+        return None if text is None else Attempt.parse(text)
+    except ValueError as error:
+        raise InvalidField(ATTEMPT_KEY, str(error)) from None

@@ -284,9 +284,11 @@ class Ledger:
         ended_s = call.ended_s if call.near.alive else call.near.died_s
         if former is None or former is call or ended_s is None or not former.waits:
             return
-        # Decision 028 promises nothing if clocks are set, gateways freeze, or calls come at about one time.
+        # Decision 028 promises nothing if clocks are set, gateways freeze, or calls come at about one time;
+        # and of a call that comes late, only that it takes nothing from a later one of its stream.
         session.excused.add(former.near.name)
-        excused = self.stepped_s > call.began_s or call.looks_newer
+        is_other_stream = not call.stream or call.stream != former.stream
+        excused = self.stepped_s > call.began_s or call.looks_newer or (call.came_late and is_other_stream)
         leeway_s = streams._LEEWAY_MS / 1000  # calls that follow each other so closely: decision 028
         if not excused and ended_s + leeway_s < former.began_s:
             self.violate(f"{former.near.name} is fenced for a call that {call.near.name} had given up")

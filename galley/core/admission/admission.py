@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from galley.core.admission.attempts import Attempt
 from galley.core.errors import Overloaded
 
 ANONYMOUS_NAME = "anonymous"
@@ -121,6 +122,8 @@ class _Account:
 class AdmissionSlot:
     """One call's slot. Its call has reserved `reserved` output tokens; `used` is None if no session began.
 
+    `attempt` is the call's place in its stream, if its client told it.
+
     If `is_kept`, it is held beyond the call, until its session has stopped or finished without a client.
     """
 
@@ -130,6 +133,7 @@ class AdmissionSlot:
     used: int | None = None
     is_kept: bool = False
     is_released: bool = False
+    attempt: Attempt | None = None
 
 
 class Admission:

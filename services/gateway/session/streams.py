@@ -211,7 +211,7 @@ class Streams:
         observer = request_observer()
         fields = {SPEC_FIELD: await self._replays.encode(spec), **observer.stored_fields(), **stored_fields}
         new = NewSession(spec.session_id, slot.principal.name, body_hash, fields, spec.prompt)
-        nonce = secrets.token_bytes(NONCE_BYTES)
+        nonce = _nonce_of(slot)
         called_ns = self._clock.now_ns()
         until_ns = self._timeouts.store_deadline_ns(called_ns, deadline_ns)
 
@@ -255,7 +255,7 @@ class Streams:
         Charge the replay. Raise StoreUnavailable, OwnerChanged, or LogLost.
         """
         slot, resume = claim.slot, claim.resume
-        nonce = secrets.token_bytes(NONCE_BYTES)
+        nonce = _nonce_of(slot)
         stored, answer = await self._take_over(slot, claim.stored, nonce, deadline_ns, claim.spec)
         session = await self._session(stored, answer, resume.next_index, resume.seen_hash)
         request_observer().opened(session, stored, claim.called_ns, resume.next_index)
@@ -460,9 +460,12 @@ class Streams:
         """Replay a session, then claim it from the owner that it had when it was read.
 
         Raise OwnerChanged if that owner claimed it after the slot's call had come, however long that waited
-        for its budget: its client may have left this gateway for that owner's, unnoticed.
+        for its budget: its client may have left this gateway for that owner's, unnoticed. Likewise if the
+        owner serves a later call of the same stream: this one has come late.
         """
         former = held.ownership
+        if slot.attempt is not None and slot.attempt.precedes(former.nonce):
+            raise OwnerChanged(former.session_id)
         self.charge(slot, len(held.tokens) - held.prompt_len)
         answer = await self._replays.replay(held, spec)
         until_ns = self._timeouts.store_deadline_ns(self._clock.now_ns(), deadline_ns)
@@ -489,6 +492,12 @@ class Streams:
             return await change(await read_store_time(self._store, session_id, self._clock))
 
         return await retry(operation, attempt, until_ns, self._clock)
+
+
+def _nonce_of(slot: AdmissionSlot) -> bytes:
+    """Return the nonce of an owner that serves the slot's call."""
+    random = secrets.token_bytes(NONCE_BYTES)
+    return random if slot.attempt is None else slot.attempt.nonce(random)
 
 
 @contextmanager

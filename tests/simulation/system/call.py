@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import grpc
 
 from galley.common.wire.status import code_of, message_of
+from galley.core.admission.attempts import ATTEMPT_KEY
 from tests.simulation.system.loop import Process
 from tests.simulation.system.network import Connection, Network
 
@@ -52,6 +53,7 @@ class SimContext:
         self.on_abort: Callable[[grpc.StatusCode, str], None] = lambda _, __: None
         self.hang_up: Callable[[], None] = lambda: None
         self._metadata = metadata
+        self.attempt = dict(metadata).get(ATTEMPT_KEY, "")
         self._until_s = None if timeout_s is None else loop.time() + timeout_s
         self._callbacks: list[Callable[[object], None]] = []
 
@@ -115,6 +117,10 @@ class Call(Connection):
         """When it ended for its client."""
         self.looks_newer = False
         """Whether it waited at a frozen server, which takes it for newer than it is."""
+        self.stream = context.attempt.partition("-")[0]
+        """The stream that it is an attempt of, if its client told it."""
+        self.came_late = False
+        """Whether its client had given it up before it came."""
         self.has_changed = False
         """Whether the store has a new owner by it."""
         context.finish = self._finish
@@ -192,6 +198,7 @@ class Call(Connection):
             return
         self.server = server.process
         self.looks_newer = server.process.frozen_until > self.began_s
+        self.came_late = self.ended_s is not None
         self._handler = server.process.spawn(self._handle(getattr(server.servicer, self._method)))
         # What follows the end of a call is the server's work, though the client's message started the call.
         server.process.call(self._handler.add_done_callback, self._context.ended)

@@ -82,7 +82,9 @@ class GenerationServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Continue a stream that was cut off, at any gateway.
+        """Continue a stream that was cut off, at any gateway. Metadata `x-galley-attempt` (of Generate too) keeps a call that comes late
+        from taking the session from a later one: "<stream>-<call>", 12 random hexadecimal digits that are new for each stream, and the
+        number of its call, from 1 to 65535, which repeats. An earlier number than the owner's is refused (UNAVAILABLE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

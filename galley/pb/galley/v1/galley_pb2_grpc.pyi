@@ -46,7 +46,10 @@ class GenerationStub:
     docs/errors.md lists the statuses.
     """
     Resume: _grpc.UnaryStreamMultiCallable[_galley_pb2.ResumeRequest, _galley_pb2.ResumeResponse]
-    """Continue a stream that was cut off, at any gateway."""
+    """Continue a stream that was cut off, at any gateway. Metadata `x-galley-attempt` (of Generate too) keeps a call that comes late
+    from taking the session from a later one: "<stream>-<call>", 12 random hexadecimal digits that are new for each stream, and the
+    number of its call, from 1 to 65535, which repeats. An earlier number than the owner's is refused (UNAVAILABLE).
+    """
     Abort: _grpc.UnaryUnaryMultiCallable[_galley_pb2.AbortRequest, _galley_pb2.AbortResponse]
     """End a session permanently."""
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_galley_pb2.GetModelInfoRequest, _galley_pb2.GetModelInfoResponse]
@@ -65,7 +68,10 @@ class GenerationAsyncStub(GenerationStub):
     docs/errors.md lists the statuses.
     """
     Resume: _aio.UnaryStreamMultiCallable[_galley_pb2.ResumeRequest, _galley_pb2.ResumeResponse]  # type: ignore[assignment]
-    """Continue a stream that was cut off, at any gateway."""
+    """Continue a stream that was cut off, at any gateway. Metadata `x-galley-attempt` (of Generate too) keeps a call that comes late
+    from taking the session from a later one: "<stream>-<call>", 12 random hexadecimal digits that are new for each stream, and the
+    number of its call, from 1 to 65535, which repeats. An earlier number than the owner's is refused (UNAVAILABLE).
+    """
     Abort: _aio.UnaryUnaryMultiCallable[_galley_pb2.AbortRequest, _galley_pb2.AbortResponse]  # type: ignore[assignment]
     """End a session permanently."""
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_galley_pb2.GetModelInfoRequest, _galley_pb2.GetModelInfoResponse]  # type: ignore[assignment]
@@ -93,7 +99,10 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         request: _galley_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_galley_pb2.ResumeResponse], _abc.AsyncIterator[_galley_pb2.ResumeResponse]]:
-        """Continue a stream that was cut off, at any gateway."""
+        """Continue a stream that was cut off, at any gateway. Metadata `x-galley-attempt` (of Generate too) keeps a call that comes late
+        from taking the session from a later one: "<stream>-<call>", 12 random hexadecimal digits that are new for each stream, and the
+        number of its call, from 1 to 65535, which repeats. An earlier number than the owner's is refused (UNAVAILABLE).
+        """
 
     @_abc_1.abstractmethod
     def Abort(

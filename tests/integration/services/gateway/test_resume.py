@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import pytest
 from redis.asyncio import Redis
 
+from galley.core.admission.attempts import ATTEMPT_KEY, Attempt
 from galley.core.answer.answer import Answer
 from galley.core.content import prefix_hash
 from galley.core.records import TokenRecord
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.gateway.session.replay import SLICE_TOKENS
 from tests.fakes.truth import logprobs_of, text_of
 from tests.fakes.world import MAX_TOKENS, Gateway, Received, World, must_be_true, receive, refused
@@ -164,6 +169,40 @@ async def test_a_refused_resume_leaves_the_stream_alone(
     assert error.code is code
     world.target.gate.open()
     must_be_true(await received.listen(stream))
+
+
+@asynccontextmanager
+async def resuming(gateway: Gateway, session_id: str, attempt: str) -> AsyncIterator[AsyncIterator[Any]]:
+    request = pb.ResumeRequest(session_id=session_id)
+    async with grpc.aio.insecure_channel(gateway.address) as channel:
+        yield aiter(rpc.GenerationStub(channel).Resume(request, metadata=((ATTEMPT_KEY, attempt),)))
+
+
+async def test_a_call_that_comes_late_takes_nothing_from_a_later_one_of_its_stream(world: World) -> None:
+    """A cut link may hold it back until its client has gone to another gateway."""
+    left, other = await world.gateway(), await world.gateway()
+    stream, _ = await world.held(left, 3)
+    stream.cancel()
+    await left.idle()
+    late, earlier, later = (str(Attempt(b"stream", number)) for number in (1, 2, 3))
+    async with resuming(left, stream.session_id, earlier) as first:
+        await anext(first)
+        async with resuming(other, stream.session_id, later) as second:
+            await anext(second)
+            async with resuming(left, stream.session_id, late) as third:
+                with pytest.raises(grpc.aio.AioRpcError, match="claimed by another call") as caught:
+                    await anext(third)
+            world.target.gate.open()
+            assert [response.event async for response in second][-1].HasField("finished")
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_call_with_a_malformed_attempt_is_refused(world: World) -> None:
+    gateway = await world.gateway()
+    async with resuming(gateway, "00" * 16, "first") as responses:
+        with pytest.raises(grpc.aio.AioRpcError, match="x-galley-attempt: must be 12 hexadecimal") as caught:
+            await anext(responses)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_changed_token_ends_as_data_loss(world: World) -> None:

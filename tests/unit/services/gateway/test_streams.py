@@ -74,6 +74,9 @@ class Call:
     def time_remaining(self) -> None:
         return None
 
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
     async def abort(self, code: grpc.StatusCode, _details: str, _trailing: object) -> None:
         self.status = code
         self.aborted.set()

@@ -1,0 +1,39 @@
+"""Which of two calls of a stream is the later one."""
+
+from __future__ import annotations
+
+import secrets
+
+import pytest
+
+from galley.core.admission.attempts import MAX_NUMBER, Attempt
+
+FIRST = Attempt(b"stream", 1)
+
+
+def test_a_call_precedes_the_later_ones_of_its_stream_alone() -> None:
+    second = FIRST.next()
+    nonce = second.nonce(secrets.token_bytes(16))
+    assert len(nonce) == 16
+    assert FIRST.precedes(nonce)
+    assert not second.precedes(nonce), "gRPC may send it twice"
+    assert not second.next().precedes(nonce)
+    assert not Attempt(b"others", 1).precedes(nonce)
+    assert not FIRST.precedes(b"")
+
+
+def test_nonces_of_one_call_differ() -> None:
+    assert FIRST.nonce(b"a" * 16) != FIRST.nonce(b"b" * 16)
+
+
+def test_a_call_is_read_as_it_is_written() -> None:
+    last = Attempt(b"\x00\xff" * 3, MAX_NUMBER)
+    assert (str(last), Attempt.parse(str(last)), last.next()) == ("00ff00ff00ff-65535", last, last)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1", "00ff00ff00ff", "00ff00ff00ff-65536", "00ff00ff00ff-x", "00ff00ff00fg-1"]
+)
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="must be 12 hexadecimal digits, - and a number <= 65535, got '"):
+        Attempt.parse(text)
