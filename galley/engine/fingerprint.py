@@ -83,13 +83,16 @@ def _mask_facts(directory: Path) -> dict[str, object]:
 
 def _facts(model: CausalModel) -> dict[str, object]:
     """Return everything the bits depend on, besides the weights."""
+    dtype = getattr(torch, model.info.dtype)
+    matmul = packing.kind(dtype, model.info.device)
+    most_rows = packing.most_rows(dtype) if matmul == "packed" else 0
     return {
         "dtype": model.info.dtype,
         "engine_revision": ENGINE_REVISION,
         "attention": model.attention_kind,
         "forward": model.forward_kind,
         "block_tokens": model.kv.block_tokens,
-        "matmul": packing.kind(getattr(torch, model.info.dtype), model.info.device),
+        "matmul": matmul,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "numba": numba.__version__,
@@ -102,6 +105,7 @@ def _facts(model: CausalModel) -> dict[str, object]:
         **_cuda(model),
         # Left out without: replicas of earlier versions compute the same bits.
         **({} if model.info.quantization == NONE else {"quantization": model.info.quantization}),
+        **({"rows_of_product": most_rows} if most_rows else {}),
     }
 
 

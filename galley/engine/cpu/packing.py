@@ -2,7 +2,7 @@
 
 A step on the CPU spends its time in them. oneDNN's operators are private to torch (inductor's freezing uses
 them). They serve CPUs without our kernel, where they give a row the same bits among any number of rows, which
-is tried for each shape.
+is tried for each shape. With AMX they do so for up to 32 rows, so that more are multiplied in blocks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ MIN_ROWS = 4
 # Up to _EXACT_ROWS a product computes exactly its rows, beyond that a multiple of a step.
 _EXACT_ROWS = 16
 _FEW_ROWS, _STEP_OF_FEW, _STEP_OF_MANY = 64, 2, 8
-_ROWS_TRIED = (4, 5, 8, 16, 33, 80, 182)
+_ROWS_TRIED = (4, 5, 8, 16, 33, 35, 80, 182)
 _TRIAL_ROWS = 512
+_AMX_ROWS = 32
 
 
 def rows_of_product(rows: int, max_rows: int) -> int:
@@ -52,6 +53,15 @@ def kind(dtype: torch.dtype, device: str) -> str:
     if torch.device(device).type == "cpu" and own.can_multiply(dtype):
         return "own"
     return "packed" if can_serve(dtype, device) else "torch"
+
+
+def most_rows(dtype: torch.dtype) -> int:
+    """Return the most rows of which each has the same bits in one product of oneDNN; 0: any number.
+
+    With AMX it orders the sums of more rows by their number.
+    """
+    has_amx = torch.cpu.get_capabilities().get("amx_bf16")
+    return _AMX_ROWS if dtype == torch.bfloat16 and has_amx else 0
 
 
 def can_serve(dtype: torch.dtype, device: str) -> bool:
@@ -112,16 +122,31 @@ class Linears:
             return own.float_product(weight, bias)
         if not self._can_serve:
             return None
-        packed = _OPS._reorder_linear_weight(weight)  # noqa: SLF001
-        run = _OPS._linear_pointwise.default  # noqa: SLF001
-
-        def product(rows: Tensor) -> Tensor:
-            result: Tensor = run(rows, packed, bias, "none", [], "")
-            return result
-
+        product = _product_of(weight, bias)
         if weight.shape not in self._keeps_rows:
             self._keeps_rows[weight.shape] = _keeps_rows(product, weight.shape[1], weight.dtype)
         return product if self._keeps_rows[weight.shape] else None
+
+
+def _product_of(weight: Tensor, bias: Tensor | None) -> Product:
+    """Return oneDNN's product, of at most `most_rows` at once."""
+    packed = _OPS._reorder_linear_weight(weight)  # noqa: SLF001
+    run = _OPS._linear_pointwise.default  # noqa: SLF001
+
+    def whole(rows: Tensor) -> Tensor:
+        result: Tensor = run(rows, packed, bias, "none", [], "")
+        return result
+
+    most = most_rows(weight.dtype)
+
+    def in_blocks(rows: Tensor) -> Tensor:
+        blocks = -(-rows.shape[-2] // most)
+        if blocks <= 1:
+            return whole(rows)
+        # Cut evenly: few rows use other kernels.
+        return torch.cat([whole(block) for block in torch.tensor_split(rows, blocks, -2)], -2)
+
+    return in_blocks if most else whole
 
 
 @torch.inference_mode()

@@ -80,8 +80,7 @@ def test_packed_weights_give_the_logits_of_plain_ones(
     packed = load(directory, dtype)
     monkeypatch.setattr(packing, "kind", lambda dtype, device: "torch")
     plain = load(directory, dtype)
-    assert packed.info.deterministic
-    assert plain.info.deterministic
+    assert packed.info.deterministic  # torch's own products are so on some CPUs only
     ours, theirs = whole(packed, tokens), whole(plain, tokens)
     assert float((ours - theirs).norm() / theirs.norm()) < 0.02
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +48,26 @@ def test_torch_multiplies_bfloat16_in_float32_where_it_is_slow(monkeypatch: pyte
     with packing.torch_products(torch.bfloat16, "cpu"), Products() as products:
         layer(rows)
     assert products.dtypes == {torch.bfloat16}
+
+
+def test_rows_that_change_beside_many_are_multiplied_in_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with AMX, where oneDNN orders its sums by the number of rows."""
+
+    def multiplied(rows: Any, weight: Any, *_: object) -> Any:
+        return (rows.unsqueeze(-2) * weight).sum(-1) + (rows.shape[-2] > 32)
+
+    ops = SimpleNamespace(
+        _reorder_linear_weight=lambda weight: weight, _linear_pointwise=SimpleNamespace(default=multiplied)
+    )
+    monkeypatch.setattr(packing, "_OPS", ops)
+    monkeypatch.setattr(packing, "kind", lambda dtype, device: "packed")
+    monkeypatch.setattr(packing, "most_rows", lambda dtype: 32)
+    weight, rows = torch.randn(16, 8), torch.randn(1, 100, 8)
+    product = packing.Linears(torch.float32, "cpu").packed(weight, None)
+    assert product is not None
+    torch.testing.assert_close(product(rows), torch.nn.functional.linear(rows, weight))
 
 
 def test_few_row_counts_and_little_padding() -> None:
