@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 
+from galley.core.admission.attempts import ATTEMPT_KEY, Attempt
 from galley.core.content import prefix_hash
 from galley.core.names import FORCE_KEY, FORCE_VALUE
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -76,6 +77,8 @@ def some_metadata(random: Random) -> list[tuple[str, str | bytes]]:
         ("tracestate", "a=b," * random.choice((1, 40))),
         ("baggage", "k=v"),
         (FORCE_KEY, FORCE_VALUE),
+        (ATTEMPT_KEY, str(Attempt(b"stream", random.randrange(9)))),
+        (ATTEMPT_KEY, "x" * random.choice((0, 1, 300))),
         ("x-noise-bin", random.randbytes(random.choice((0, 1, 100)))),
         ("x-noise", "%00\\" * 10),
     ]
