@@ -94,7 +94,7 @@ class Ledger:
         self.made_at: dict[str, float] = {}
         self.deleted_at: dict[str, float] = {}
         self.was_streamed: set[str] = set()
-        self.has_finished: set[str] = set()
+        self.finished_at: dict[str, float] = {}
         self.rests_until_s = 0.0
         self.roll_backs = 0
         self.stepped_s = -math.inf
@@ -333,7 +333,7 @@ class Ledger:
         self._is_true(owner.session_id, log, meta)
         session = self._records[owner.session_id]
         self.knows_end(owner.session_id, call)
-        self.has_finished.add(owner.session_id)
+        self.finished_at[owner.session_id] = asyncio.get_running_loop().time()
         if not is_over(session.spec, log):
             self.violate(f"{owner.session_id} was finished at {len(log)}, before its end")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from galley.client.errors import GalleyRpcError
+from tests.simulation import schedule as settings
 from tests.simulation.ledger import BLOCK_TOKENS
 from tests.simulation.schedule import Fault
 from tests.simulation.schedules.limits import grown_s
@@ -104,11 +105,14 @@ class Verdicts:
     def _forgotten(self, client: SimClient) -> None:
         """Check the loss of a session: one that its owner renews, or has just renewed, must not expire.
 
-        One that somebody has made again since the client asked for the rest may have been gone before.
+        One that somebody has made again since the client asked for the rest may have been gone before. One
+        that has finished is kept for a time of its own, also while its owner waits for its client.
         """
         world, timing = self._world, self._world.schedule.timing
         session_id = client.spec.session_id
         if client.resumes and world.ledger.made_at[session_id] > client.opened_s:
+            return
+        if _now_s() - world.ledger.finished_at.get(session_id, math.inf) > 0.9 * settings.FINISHED_TTL_S:
             return
         left_s = world.ledger.left_at.get(session_id, math.inf)
         if _now_s() - left_s < 0.9 * (timing.ttl_s - timing.renew_s) and world.has_only(LEAVE_OWNERS):

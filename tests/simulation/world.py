@@ -173,7 +173,7 @@ class World:
         if self.verdicts.may_fill_targets() or not self.has_only(_LEAVE_ALONE):
             return True
         return all(
-            client.spec.session_id in self.ledger.has_finished
+            client.spec.session_id in self.ledger.finished_at
             or self.redis.sessions.is_finished(client.spec.session_id)
             for client in self.clients.values()
             if client.left
