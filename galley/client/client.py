@@ -36,7 +36,7 @@ from galley.client.result import Output, Result
 from galley.client.streams import NO_RETRIES, RETRYABLE, AsyncStream, Call, Gateways, Recovery, ResumePoint
 from galley.client.structured import parser_of
 from galley.common.tls.channels import open_channel
-from galley.core.admission.attempts import ATTEMPT_KEY, STREAM_BYTES, Attempt
+from galley.core.admission.attempts import ATTEMPT_KEY, Attempts
 from galley.core.names import FORCE_KEY, FORCE_VALUE
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -191,9 +191,11 @@ class AsyncClient:
         timeout_s = options.get("timeout_s")
         recovery = self._recovery(start, calls, timeout_s)
         output = Output(parse=parser_of(options.get("schema")))
-        return AsyncStream(
+        stream = AsyncStream(
             start(timeout_s), seen=output, recovery=recovery, max_tokens=options.get("max_tokens")
         )
+        stream.attempts = calls.attempts
+        return stream
 
     def resume(
         self,
@@ -220,13 +222,13 @@ class AsyncClient:
         self, stream: AsyncStream, *, timeout_s: float | None = None, force_trace: bool = False
     ) -> AsyncStream:
         """Continue `stream` where it broke; the new stream holds the output of the old one as well."""
-        calls = self._calls(force=force_trace)
+        calls = self._calls(stream.attempts, force=force_trace)
         resumed = self._resumed(stream.resume_from(), stream.output, calls, timeout_s)
         resumed.max_tokens = stream.max_tokens
         return resumed
 
-    def _calls(self, *, force: bool) -> StreamCalls:
-        return StreamCalls(force=force or self._force_trace)
+    def _calls(self, attempts: Attempts | None = None, *, force: bool) -> StreamCalls:
+        return StreamCalls(attempts or Attempts(), force=force or self._force_trace)
 
     def _call(self, calls: StreamCalls, make: Callable[[Stub, Metadata], Call]) -> Call:
         stub = self._stub(self._gateways.current)
@@ -237,7 +239,9 @@ class AsyncClient:
     ) -> AsyncStream:
         call = self._resume(point, calls, timeout_s)
         recovery = self._recovery(None, calls, timeout_s)
-        return AsyncStream(call, point, seen, recovery)
+        stream = AsyncStream(call, point, seen, recovery)
+        stream.attempts = calls.attempts
+        return stream
 
     def _resume(self, point: ResumePoint, calls: StreamCalls, timeout_s: float | None) -> Call:
         request = pb.ResumeRequest(**point._asdict())
@@ -322,17 +326,16 @@ def _running_loop() -> asyncio.AbstractEventLoop:
 class StreamCalls:
     """The calls of one stream, in order: all in the trace context in which the stream was requested."""
 
-    def __init__(self, *, force: bool) -> None:
+    def __init__(self, attempts: Attempts, *, force: bool) -> None:
         """Take the current context. `force` makes the gateways trace the request whatever they sample."""
+        self.attempts = attempts
         # A caller that has never imported OpenTelemetry has no span, and need not wait for the import.
         self._context = _otel_context().get_current() if "opentelemetry.context" in sys.modules else None
         self._forced = ((FORCE_KEY, FORCE_VALUE),) if force else ()
-        self._attempt = Attempt(secrets.token_bytes(STREAM_BYTES), 0)
 
     def call(self, make: Callable[[Metadata], _T]) -> _T:
         """Return `make(metadata)`, called in that context."""
-        self._attempt = self._attempt.next()
-        own = ((ATTEMPT_KEY, str(self._attempt)), *self._forced)
+        own = ((ATTEMPT_KEY, str(self.attempts.next())), *self._forced)
         if self._context is None:
             return make(own)
         token = _otel_context().attach(self._context)

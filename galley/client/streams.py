@@ -21,6 +21,7 @@ import grpc.aio
 from galley.client.errors import GalleyRpcError, rpc_error, status_error
 from galley.client.options import Retries
 from galley.client.result import Output, Result
+from galley.core.admission.attempts import Attempts
 from galley.core.content import prefix_hash
 from galley.pb.galley.v1 import galley_pb2 as pb
 
@@ -108,6 +109,8 @@ class AsyncStream(AsyncIterator[pb.StreamEvent]):
         self._numerics_changed: pb.NumericsChanged | None = None
         self.session_id = point.session_id
         self.finished: pb.Finished | None = None
+        self.attempts: Attempts | None = None
+        """Numbers its calls, and those of a stream that continues it."""
 
     @property
     def tokens(self) -> list[int]:

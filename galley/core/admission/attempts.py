@@ -8,6 +8,7 @@ the nonce of an owner (`galley/core/store.py`) begins with the call that it serv
 from __future__ import annotations
 
 import re
+import secrets
 from dataclasses import dataclass
 
 ATTEMPT_KEY = "x-galley-attempt"
@@ -40,9 +41,6 @@ class Attempt:
     def __str__(self) -> str:
         return f"{self.stream.hex()}-{self.number}"
 
-    def next(self) -> Attempt:
-        return Attempt(self.stream, min(self.number + 1, MAX_NUMBER))
-
     def nonce(self, random: bytes) -> bytes:
         """Return a nonce of as many bytes as `random` that begins with this call."""
         return (self.stream + self.number.to_bytes(_NUMBER_BYTES, "big") + random)[: len(random)]
@@ -51,3 +49,15 @@ class Attempt:
         """Return True if that is the nonce of a later call of this stream."""
         number = int.from_bytes(nonce[STREAM_BYTES : STREAM_BYTES + _NUMBER_BYTES], "big")
         return nonce.startswith(self.stream) and number > self.number
+
+
+class Attempts:
+    """Number the calls of one stream, from 1 on."""
+
+    def __init__(self) -> None:
+        self._latest = Attempt(secrets.token_bytes(STREAM_BYTES), 0)
+
+    def next(self) -> Attempt:
+        latest = self._latest
+        self._latest = Attempt(latest.stream, min(latest.number + 1, MAX_NUMBER))
+        return self._latest

@@ -332,12 +332,14 @@ async def test_a_stream_numbers_its_calls(two: tuple[FakeGateway, FakeGateway, s
     leaving, staying, addresses = two
     leaving.error, leaving.fail_at = Unavailable("draining"), 1
     async with AsyncClient(addresses, retries=SOON) as client:
-        await read(client.stream("x"))
+        stream = client.stream("x")
+        await read(stream)
+        await read(client.resume_stream(stream))
         await read(client.stream("y"))
     noted = (*leaving.metadata, *staying.metadata)
     calls = [str(metadata["x-galley-attempt"]).rpartition("-") for metadata in noted]
-    assert [number for _, _, number in calls] == ["1", "2", "1"]
-    assert calls[0][0] == calls[1][0] != calls[2][0]
+    assert [number for _, _, number in calls] == ["1", "2", "3", "1"]
+    assert calls[0][0] == calls[1][0] == calls[2][0] != calls[3][0]
 
 
 async def test_no_trace_context_without_a_trace() -> None:
