@@ -191,11 +191,13 @@ class AsyncClient:
         timeout_s = options.get("timeout_s")
         recovery = self._recovery(start, calls, timeout_s)
         output = Output(parse=parser_of(options.get("schema")))
-        stream = AsyncStream(
-            start(timeout_s), seen=output, recovery=recovery, max_tokens=options.get("max_tokens")
+        return AsyncStream(
+            start(timeout_s),
+            seen=output,
+            recovery=recovery,
+            max_tokens=options.get("max_tokens"),
+            attempts=calls.attempts,
         )
-        stream.attempts = calls.attempts
-        return stream
 
     def resume(
         self,
@@ -239,9 +241,7 @@ class AsyncClient:
     ) -> AsyncStream:
         call = self._resume(point, calls, timeout_s)
         recovery = self._recovery(None, calls, timeout_s)
-        stream = AsyncStream(call, point, seen, recovery)
-        stream.attempts = calls.attempts
-        return stream
+        return AsyncStream(call, point, seen, recovery, attempts=calls.attempts)
 
     def _resume(self, point: ResumePoint, calls: StreamCalls, timeout_s: float | None) -> Call:
         request = pb.ResumeRequest(**point._asdict())

@@ -89,11 +89,13 @@ class AsyncStream(AsyncIterator[pb.StreamEvent]):
         seen: Output | None = None,
         recovery: Recovery | None = None,
         max_tokens: int | None = None,
+        attempts: Attempts | None = None,
     ) -> None:
         """Read `call`, of Generate, or of Resume at `point`.
 
         `seen` is the output before `point`, if known. Without `recovery`, a break is raised.
-        `max_tokens` is that of the request; None: unknown, and not checked.
+        `max_tokens` is that of the request; None: unknown, and not checked. `attempts` numbers the calls of
+        this stream, and of one that continues it.
         """
         self._call = call
         self._responses = call.__aiter__()
@@ -109,8 +111,7 @@ class AsyncStream(AsyncIterator[pb.StreamEvent]):
         self._numerics_changed: pb.NumericsChanged | None = None
         self.session_id = point.session_id
         self.finished: pb.Finished | None = None
-        self.attempts: Attempts | None = None
-        """Numbers its calls, and those of a stream that continues it."""
+        self.attempts = attempts
 
     @property
     def tokens(self) -> list[int]:

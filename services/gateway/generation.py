@@ -192,7 +192,8 @@ class Generation:
     async def generate(self, request: pb.GenerateRequest, call: ClientCall) -> AsyncIterator[AnswerStream]:
         """Start a session, or join the one of the same idempotency key."""
         with self.observe(request, call) as observer, self.admit(request) as [slot]:
-            deadline_ns, slot.attempt = self.deadline_ns(call), _attempt_of(call)
+            slot.attempt = _attempt_of(call)
+            deadline_ns = self.deadline_ns(call)
             await self.reserve([request], [slot], deadline_ns)
             runner = await self.begin(await self.check(request, slot), slot, deadline_ns)
             with self.answer(runner, slot, call, observer) as answer:
@@ -202,7 +203,8 @@ class Generation:
     async def resume(self, request: pb.ResumeRequest, call: ClientCall) -> AsyncIterator[AnswerStream]:
         """Continue the session of a stream that was cut off."""
         with self.observe(request, call) as observer, self.admit_resume() as slot:
-            deadline_ns, slot.attempt = self.deadline_ns(call), _attempt_of(call)
+            slot.attempt = _attempt_of(call)
+            deadline_ns = self.deadline_ns(call)
             claims = await self.prepare_claims([request], [slot], deadline_ns)
             runner = await self.claim(claims.pop(), deadline_ns)
             with self.answer(runner, slot, call, observer) as answer:

@@ -12,7 +12,7 @@ import secrets
 from dataclasses import dataclass
 
 ATTEMPT_KEY = "x-galley-attempt"
-"""Metadata of a call that tells its attempt."""
+"""Name of the metadata in which a call tells its stream and number."""
 STREAM_BYTES = 6
 _NUMBER_BYTES = 2
 MAX_NUMBER = 256**_NUMBER_BYTES - 1
@@ -21,8 +21,9 @@ _TEXT = re.compile(rf"([0-9a-fA-F]{{{2 * STREAM_BYTES}}})-([0-9]{{1,5}})")
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Call `number` of the stream that has a random name of STREAM_BYTES bytes; MAX_NUMBER repeats.
+    """Call `number` of the stream that has a random name of STREAM_BYTES bytes.
 
+    All calls after number MAX_NUMBER have that number, too.
     Whoever counts from 1 again needs a new name: earlier numbers are refused.
     """
 

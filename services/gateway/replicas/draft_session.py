@@ -2,8 +2,7 @@
 
 A replica that fails a request, or is late with it, loses that session. A late one is probed as well, and so
 is one that sends nothing during many requests that are cancelled sooner; if it does not respond, it loses all
-its sessions at once. While no draft is available, the gateway drafts by
-lookup.
+its sessions at once. While no draft is available, the gateway drafts by lookup.
 """
 
 from __future__ import annotations

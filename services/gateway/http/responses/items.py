@@ -173,7 +173,7 @@ class PartsReader:
         return self._events(self._reader.finish())
 
     def close(self, status: str) -> list[Event]:
-        """End the open item, which is incomplete if it is a call that a stop has cut off."""
+        """End the open item, which is incomplete if it is a call that a stop string or token cut."""
         return list(self._builder.close("incomplete" if self._reader.is_call_cut else status))
 
     async def skip(self, end: int) -> None:
