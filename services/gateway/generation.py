@@ -191,8 +191,7 @@ class Generation:
     @asynccontextmanager
     async def generate(self, request: pb.GenerateRequest, call: ClientCall) -> AsyncIterator[AnswerStream]:
         """Start a session, or join the one of the same idempotency key."""
-        with self.observe(request, call) as observer, self.admit(request) as [slot]:
-            slot.attempt = _attempt_of(call)
+        with self.observe(request, call) as observer, self.admit(request, call) as [slot]:
             deadline_ns = self.deadline_ns(call)
             await self.reserve([request], [slot], deadline_ns)
             runner = await self.begin(await self.check(request, slot), slot, deadline_ns)
@@ -202,8 +201,7 @@ class Generation:
     @asynccontextmanager
     async def resume(self, request: pb.ResumeRequest, call: ClientCall) -> AsyncIterator[AnswerStream]:
         """Continue the session of a stream that was cut off."""
-        with self.observe(request, call) as observer, self.admit_resume() as slot:
-            slot.attempt = _attempt_of(call)
+        with self.observe(request, call) as observer, self.admit_resume(call) as slot:
             deadline_ns = self.deadline_ns(call)
             claims = await self.prepare_claims([request], [slot], deadline_ns)
             runner = await self.claim(claims.pop(), deadline_ns)
@@ -279,16 +277,21 @@ class Generation:
             raise InvalidField("session_id", f"{bound}, got {choices}")
 
     @contextmanager
-    def admit(self, request: pb.GenerateRequest, sessions: int = 1) -> Iterator[Sequence[AdmissionSlot]]:
+    def admit(
+        self, request: pb.GenerateRequest, call: ClientCall, sessions: int = 1
+    ) -> Iterator[Sequence[AdmissionSlot]]:
         """Hold a slot for each session that answers the request. Raise Overloaded, or InvalidField."""
-        principal = caller()
-        check_priority(request.priority, principal.limits.max_priority)
+        check_priority(request.priority, caller().limits.max_priority)
         with ExitStack() as held:
-            yield [held.enter_context(self.streams.admit(principal)) for _ in range(sessions)]
+            yield [held.enter_context(self.admit_resume(call)) for _ in range(sessions)]
 
-    def admit_resume(self) -> AbstractContextManager[AdmissionSlot]:
-        """Hold a slot; `prepare_claims` reserves what the answer still needs."""
-        return self.streams.admit(caller())
+    @contextmanager
+    def admit_resume(self, call: ClientCall) -> Iterator[AdmissionSlot]:
+        """Hold a slot; `prepare_claims` reserves what the answer needs. Raise Overloaded, or InvalidField."""
+        attempt = _attempt_of(call)
+        with self.streams.admit(caller()) as slot:
+            slot.attempt = attempt
+            yield slot
 
     async def reserve(
         self, requests: Sequence[pb.GenerateRequest], slots: Sequence[AdmissionSlot], deadline_ns: int | None

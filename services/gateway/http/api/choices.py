@@ -101,7 +101,8 @@ class ChoiceRunner:
         generation = self.generation
         with generation.observe(requests[0], call) as observer, ExitStack() as held:
             generation.check_choices(len(requests), form.n)
-            slots = [slot for one in requests for slot in held.enter_context(generation.admit(one, form.n))]
+            admit = generation.admit
+            slots = [slot for one in requests for slot in held.enter_context(admit(one, call, form.n))]
             deadline_ns = generation.deadline_ns(call)
             each = [requests[index // form.n] for index in range(len(slots))]
             await generation.reserve(each, slots, deadline_ns)
@@ -142,7 +143,7 @@ class ChoiceRunner:
         ]
         with generation.observe(requests[0], call) as observer, ExitStack() as held:
             generation.check_resumed_choices(form.choices)
-            slots = [held.enter_context(generation.admit_resume()) for _ in range(form.choices)]
+            slots = [held.enter_context(generation.admit_resume(call)) for _ in range(form.choices)]
             deadline_ns = generation.deadline_ns(call)
             claims = dict(enumerate(await generation.prepare_claims(requests, slots, deadline_ns)))
 

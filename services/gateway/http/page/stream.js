@@ -4,6 +4,7 @@ const IDLE_MS = 60_000; // a silent connection may be dead
 const FIRST_PAUSE_MS = 250;
 const LONGEST_PAUSE_MS = 4_000;
 const PATIENCE_MS = 120_000;
+const MOST_CALLS = 65_535; // in one stream; later ones have this number, too
 const RETRIED = new Set([409, 429, 502, 503, 504]); // 409: an earlier try still has the session
 
 /** An error of the API, or of the connection; `retried` says that another try may help. */
@@ -60,11 +61,14 @@ function problem({ message = "", code = "" }, status, afterMs = 0) {
  */
 export async function* answerEvents(body, { key, signal, onRetry, onSession }) {
   const place = { session: "", lastId: "", key };
+  const name = randomName();
   let failingSince = 0;
+  let calls = 0;
   for (let tries = 0; ; tries += 1) {
     let failure;
     try {
-      for await (const event of connection(body, place, signal)) {
+      const attempt = `${name}-${Math.min((calls += 1), MOST_CALLS)}`;
+      for await (const event of connection(body, { ...place, attempt }, signal)) {
         if (event.session) onSession((place.session = event.session));
         if (event.id) place.lastId = event.id;
         if (event.done) return;
@@ -84,7 +88,13 @@ export async function* answerEvents(body, { key, signal, onRetry, onSession }) {
   }
 }
 
-async function* connection(body, { session, lastId, key }, outer) {
+/** Return a random name for a stream. Its calls are numbered: one that comes late takes nothing from a later one. */
+function randomName() {
+  const bytes = crypto.getRandomValues(new Uint8Array(6));
+  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
+async function* connection(body, { session, lastId, key, attempt }, outer) {
   const idle = new AbortController();
   const signal = AbortSignal.any([outer, idle.signal]);
   let timer;
@@ -93,10 +103,11 @@ async function* connection(body, { session, lastId, key }, outer) {
     timer = setTimeout(() => idle.abort(), IDLE_MS);
   };
   restart();
+  const headers = { "x-galley-attempt": attempt, ...(lastId && { "last-event-id": lastId }) };
   try {
     const response = session
-      ? await request(`v1/sessions/${session}/events`, { headers: lastId ? { "last-event-id": lastId } : {}, key, signal })
-      : await request("v1/chat/completions", { method: "POST", body, key, signal });
+      ? await request(`v1/sessions/${session}/events`, { headers, key, signal })
+      : await request("v1/chat/completions", { method: "POST", body, headers, key, signal });
     yield { session: response.headers.get("x-galley-session-id") ?? session };
     if (response.status === 204) yield { done: true };
     else yield* events(response.body, restart);

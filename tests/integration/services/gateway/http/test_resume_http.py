@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from galley.core.admission.attempts import ATTEMPT_KEY, Attempt
 from tests.fakes.http_client import BODY, CHAT, Events, HttpClient, http_client
 from tests.fakes.waiting import PATIENCE_S
 from tests.fakes.world import MAX_TOKENS, PROMPT, Gateway, World, receive
@@ -88,6 +89,35 @@ async def test_a_closed_gateway_hands_its_streams_over(world: World) -> None:
         await other.resume(events)
     assert events.text() == whole.text
     assert events.is_done
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_request_that_comes_late_takes_nothing_from_a_later_one_of_its_stream(
+    world: World, n: int
+) -> None:
+    """A cut link may hold it back until its client has gone to another gateway."""
+    left, other = await world.gateway(http_port=0), await world.gateway(http_port=0)
+    late, later = ({ATTEMPT_KEY: str(Attempt(b"stream", number))} for number in (1, 2))
+    world.target.gate.close_after(3 * n)
+    events = Events()
+    async with http_client(left.http) as client, http_client(other.http) as elsewhere:
+        async with client.open("/v1/completions", BODY | {"n": n}, **late) as response:
+            await events.listen(response, until=n)
+        await left.idle()
+        path = f"/v1/sessions/{events.session_id}/events"
+        async with elsewhere.raw.stream("GET", path, headers=later) as response:
+            again = Events()
+            await again.listen(response, until=n)
+            refused = await client.raw.get(path, headers=late)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+            world.target.gate.open()
+            await again.listen(response)
+    assert again.is_done
+
+
+async def test_a_request_with_a_malformed_attempt_is_refused(client: HttpClient) -> None:
+    refused = await client.post("/v1/completions", BODY, x_galley_attempt="first")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, ATTEMPT_KEY)
 
 
 async def test_each_choice_is_echoed_with_its_own_prompt(client: HttpClient) -> None:
