@@ -84,6 +84,7 @@ class Stream:
     patience_s: float = PLANS["paged"].patience_s
     ended: Counter[str] = field(default_factory=Counter)
     _ends: frozenset[grpc.StatusCode] = frozenset()
+    _later_ends: frozenset[grpc.StatusCode] = frozenset()
     watch: Watch = field(default_factory=Watch)
 
     async def learn(self) -> None:
@@ -98,7 +99,7 @@ class Stream:
         """Request the answer until `over` is set. Raise WrongToken, or the error if a stream is lost."""
         while not self.over:
             self.asked_s.append(time.monotonic())
-            self._ends = frozenset()
+            self._ends = self._later_ends
             await self._answer()
 
     async def _answer(self) -> None:
@@ -132,9 +133,13 @@ class Stream:
                 self.answers += 1
                 return
 
-    def may_end(self, codes: frozenset[grpc.StatusCode]) -> None:
-        """Allow the present answer to end with one of these: what the store holds of it may be lost."""
+    def may_end(self, codes: frozenset[grpc.StatusCode], *, later: bool = False) -> None:
+        """Allow the present answer to end with one of these: what the store holds of it may be lost.
+
+        With `later`, allow it to those that begin until the next call, too.
+        """
         self._ends = codes
+        self._later_ends = codes if later else frozenset()
 
     def _client(self) -> AsyncClient:
         return AsyncClient(self.gateways, retries=_RETRIES)

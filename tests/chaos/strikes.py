@@ -9,6 +9,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from redis.asyncio import Redis
+
 from galley.stack.part import PartFailed
 from galley.stack.stack import Stack
 from tests.chaos import store_files
@@ -29,6 +31,9 @@ from tests.chaos.disturbances import (
 )
 from tests.chaos.links import STORE, Ends, Links
 from tests.chaos.packets import PacketFilter
+
+_CLOSE_S = 1.0
+_POLL_S = 0.05
 
 
 class Strikes:
@@ -105,6 +110,9 @@ class Strikes:
             await asyncio.sleep(for_s)
         finally:
             self._links.clock.step(0.0)
+        async with Redis.from_url(self._stack.store_url) as store:
+            while abs(await _clock_s(store) - time.time()) > _CLOSE_S:  # noqa: ASYNC110  # no event tells
+                await asyncio.sleep(_POLL_S)
 
     async def _strike_link(self, ends: Ends, disturbance: Disturbance) -> None:
         if disturbance.what in {DROP_REQUESTS, DROP_RESPONSES} and self._packets is not None:
@@ -135,6 +143,11 @@ class Strikes:
         finally:
             for port in ports:
                 packets.mend(port, requests=requests)
+
+
+async def _clock_s(store: Redis) -> float:
+    seconds, microseconds = await store.time()
+    return float(seconds + microseconds / 1e6)
 
 
 def _at_once(pid: int) -> None:

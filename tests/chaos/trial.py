@@ -194,13 +194,19 @@ class Trial:
 
     async def _strike(self, disturbance: Disturbance, *, alone: bool) -> float:
         """Do the disturbance until it is over; return how long the store was down, or 0."""
+        steps_clock = disturbance.what == CLOCK
         if ends := _ENDS.get(disturbance.what):
-            for stream in self.streams:
-                stream.may_end(ends)
+            self._may_end(ends, later=steps_clock)
         down_s = await self.strikes.strike(disturbance)
+        if steps_clock:  # a session that was made by a clock behind the true one has just expired
+            self._may_end(_EXPIRED)
         if not alone:
             self._mend(disturbance)
         return down_s
+
+    def _may_end(self, codes: frozenset[grpc.StatusCode], *, later: bool = False) -> None:
+        for stream in self.streams:
+            stream.may_end(codes, later=later)
 
     def _mend(self, disturbance: Disturbance) -> None:
         """Start to restart a process that has ended, in the background."""

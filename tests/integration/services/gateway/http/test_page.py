@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 
+from galley.core.admission.attempts import STREAM_BYTES, Attempt
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.fakes.browser import Browser
 from tests.fakes.http_client import HttpClient, http_client
@@ -233,7 +235,17 @@ async def test_a_stream_goes_on_after_its_link_broke(
         world.target.gate.open()
         await page.says(f"Answer complete: {whole['usage']['completion_tokens']} tokens")
         assert await page.text(".tokens") == whole["choices"][0]["message"]["content"]
-    assert len({call.slice.session_id for call in world.target.calls[calls:]}) == 1
+    [session] = {call.slice.session_id for call in world.target.calls[calls:]}
+    if tokens:
+        assert await _is_owned_by_call(world, session, 2)
+
+
+async def _is_owned_by_call(world: World, session_id: str, number: int) -> bool:
+    async with Redis.from_url(world.redis_url) as store:
+        nonce = await store.hget(f"galley:sessions:default:{{{session_id}}}", "nonce")
+    assert isinstance(nonce, bytes)
+    precedes = [Attempt(nonce[:STREAM_BYTES], at).precedes(nonce) for at in (number - 1, number)]
+    return precedes == [True, False]
 
 
 async def test_errors_are_shown_in_plain_words(browser: Browser, world: World) -> None:
