@@ -17,6 +17,8 @@ TORCH_INDEX ?=
 unexport PROMPT
 export GALLEY_DEMO_PROMPT := $(value PROMPT)
 export PYTHON VENV TORCH_INDEX
+# Else each process would compile torch anew when it starts: 6 s of a core.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help
 help: ## print this list
