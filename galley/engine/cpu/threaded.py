@@ -107,7 +107,9 @@ class ThreadedForward:
             step = spans[first:last], tokens[begin:end], own, parts[-1]
             running.append(self._threads.submit(_run, twin, *step))
         wait(running)  # all, also if one fails: the blocks of a failed step are used again
-        logits = torch.cat([part.result() for part in running]).float()
+        results = [part.result() for part in running]
+        # A part without logits has as many columns as the vocabulary, also if the head has fewer.
+        logits = torch.cat([result for result in results if len(result)] or results[:1]).float()
         if residuals.layers:
             residuals.join(parts)
         return logits

@@ -80,8 +80,12 @@ def _config(target: Path, head_vocab: int, *, own: bool) -> dict[str, Any]:
 
 
 def load_draft(
-    directory: Path, target: Path | None, dtype: torch.dtype = torch.float32, kv_blocks: int = 128
+    directory: Path,
+    target: Path | None,
+    dtype: torch.dtype = torch.float32,
+    kv_blocks: int = 128,
+    threads: int = 1,
 ) -> CausalModel:
     return CausalModel.load(
-        directory, dtype=dtype, device="cpu", threads=1, kv_blocks=kv_blocks, target=target
+        directory, dtype=dtype, device="cpu", threads=threads, kv_blocks=kv_blocks, target=target
     )

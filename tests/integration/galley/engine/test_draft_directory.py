@@ -16,12 +16,14 @@ from safetensors.torch import load_file
 
 from galley.common.models.files import tokenizer_hash
 from galley.core.errors import Unavailable, UnsupportedModel
+from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.core.sampling_params import SamplingParams
-from galley.core.step import Draw, Sampled
+from galley.core.step import Draw, Sampled, StepChunk
 from galley.engine.cpu import int8, packing
 from galley.engine.cpu.int8 import Int8Linear, int8_product
 from galley.engine.cpu.kernels.int8 import AVX2, GROUP, VNNI, Instructions
 from galley.engine.cpu.packing import MIN_ROWS, Linears
+from galley.engine.cpu.trials import Trials
 from galley.engine.load import draft_directory
 from galley.engine.load.draft_directory import embeddings_sha256
 from galley.engine.model import Rows, load_model
@@ -102,6 +104,23 @@ def test_a_draft_of_float_weights_and_its_own_embeddings_needs_no_target(
     tokens = tokens_of(random.Random(2), 20)
     expected = reference(directory, target, tokens)
     assert torch.allclose(whole(model, tokens), expected, atol=1e-3, rtol=1e-3)
+
+
+def test_a_draft_on_two_threads_reads_one_prompt_while_it_drafts_for_another(
+    directory: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trials, "choose", lambda _: 0)
+    before = torch.get_num_threads()
+    model = load_draft(directory, target, threads=2)
+    size = BLOCK_TOKENS
+    unfinished = StepChunk(0, tokens_of(random.Random(4), 60), range(-(-60 // size)), 0)
+    drafting = StepChunk(0, tokens_of(random.Random(5), 40), range(100, 100 - (-40 // size)), 1)
+    try:
+        alone = model.run([drafting])
+        together = model.run([unfinished, drafting])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(together, alone)
 
 
 def test_a_drafts_facts_come_from_its_config(directory: Path, target: Path) -> None:
