@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Self, TypeAlias, TypeVar, Unpack
 
@@ -263,7 +264,9 @@ class AsyncClient:
         >>> await client.abort("session-1")
         """
         request = pb.AbortRequest(session_id=session_id)
-        await self._first_response(lambda stub, key: stub.Abort(request, timeout=timeout_s, metadata=key))
+        await self._first_response(
+            lambda stub, left_s, key: stub.Abort(request, timeout=left_s, metadata=key), timeout_s
+        )
 
     async def audit(self, session_id: str, *, timeout_s: float | None = None) -> AuditReport:
         """Have a target compute the answer of a finished session again, and compare it with the token log.
@@ -273,7 +276,7 @@ class AsyncClient:
         """
         request = pb.AuditRequest(session_id=session_id)
         response = await self._first_response(
-            lambda stub, key: stub.Audit(request, timeout=timeout_s, metadata=key)
+            lambda stub, left_s, key: stub.Audit(request, timeout=left_s, metadata=key), timeout_s
         )
         return audit_report(session_id, response)
 
@@ -285,7 +288,7 @@ class AsyncClient:
         """
         request = pb.GetAuditCountsRequest()
         response = await self._first_response(
-            lambda stub, key: stub.GetAuditCounts(request, timeout=timeout_s, metadata=key)
+            lambda stub, left_s, key: stub.GetAuditCounts(request, timeout=left_s, metadata=key), timeout_s
         )
         return audit_counts(response)
 
@@ -297,16 +300,20 @@ class AsyncClient:
         """
         request = pb.GetModelInfoRequest(model=model)
         return await self._first_response(
-            lambda stub, key: stub.GetModelInfo(request, timeout=timeout_s, metadata=key)
+            lambda stub, left_s, key: stub.GetModelInfo(request, timeout=left_s, metadata=key), timeout_s
         )
 
-    async def _first_response(self, make: Callable[[Stub, Metadata], Awaitable[_T]]) -> _T:
+    async def _first_response(
+        self, make: Callable[[Stub, float | None, Metadata], Awaitable[_T]], timeout_s: float | None
+    ) -> _T:
         """Return the response of the first gateway that is available. Raises GalleyRpcError."""
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
         left, used = len(self.addresses), self._gateways.current
         while True:
             left -= 1
             try:
-                return await make(self._stub(used), key_metadata(self._key))
+                left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
+                return await make(self._stub(used), left_s, key_metadata(self._key))
             except grpc.RpcError as error:
                 if error.code() in _LEAVES_GATEWAY:
                     self._gateways.leave(used)

@@ -97,6 +97,7 @@ class FakeGateway(rpc.GenerationServicer):
     def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: grpc.ServicerContext
     ) -> pb.GetModelInfoResponse:
+        self.deadline_s = context.time_remaining()
         self._maybe_fail(0, context)
         return pb.GetModelInfoResponse(
             model="tiny", strategies=["ngram"], default_sampling=self.default_sampling

@@ -137,11 +137,11 @@ class SimClient:
         client = client_of(self._world, self.process, self.planned.principal, self.planned.retries)
         request = pb.AbortRequest(session_id=self.spec.session_id)
 
-        def delete(stub: Any, key: Any) -> Any:
-            return stub.Delete(request, metadata=key)
+        def delete(stub: Any, left_s: float | None, key: Any) -> Any:
+            return stub.Delete(request, timeout=left_s, metadata=key)
 
         try:
-            await client._first_response(delete)
+            await client._first_response(delete, None)
         except GalleyRpcError as error:
             self._world.verdicts.abort_failed(self, error)
             return

@@ -203,6 +203,22 @@ async def test_deadline_covers_all_attempts() -> None:
     assert gateway.deadline_s is not None
 
 
+async def test_the_deadline_of_a_unary_call_covers_all_gateways() -> None:
+    class Slow(FakeGateway):
+        def GetModelInfo(
+            self, request: pb.GetModelInfoRequest, context: grpc.ServicerContext
+        ) -> pb.GetModelInfoResponse:
+            time.sleep(0.3)
+            context.abort(grpc.StatusCode.UNAVAILABLE, "draining")
+
+    other = FakeGateway()
+    with serving(Slow()) as slow, serving(other) as address:
+        async with AsyncClient([slow, address]) as client:
+            await client.model_info(timeout_s=30)
+    assert other.deadline_s is not None
+    assert other.deadline_s < 29.8
+
+
 async def test_cancelled_stream_is_not_resumed() -> None:
     gateway = FakeGateway(hang=True, fail_at=1)
     with serving(gateway) as address:
