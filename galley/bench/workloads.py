@@ -112,8 +112,8 @@ def own_workload(path: Path) -> Workload:
         raise ValueError(f"{path}: must be .jsonl or text; convert it: {_TO_JSONL}")
     content = path.read_bytes()
     # Not splitlines: JSON may hold U+2028 and other separators as they are.
-    lines = [line.removesuffix("\r") for line in content.decode("utf-8").split("\n") if line.strip()]
-    prompts = [_prompt(path, number, line) for number, line in enumerate(lines, 1)]
+    lines = enumerate(content.decode("utf-8-sig").split("\n"), 1)
+    prompts = [_prompt(path, number, line.removesuffix("\r")) for number, line in lines if line.strip()]
     if not prompts:
         raise ValueError(f"{path}: must hold at least one prompt")
     in_turn = _in_turn(list(_grouped(prompts).values()))
@@ -134,8 +134,8 @@ def _in_turn(groups: Sequence[Sequence[Prompt]]) -> tuple[Prompt, ...]:
 def _prompt(path: Path, number: int, line: str) -> Prompt:
     if path.suffix != ".jsonl":
         return Prompt(f"{path.stem}-{number}", line)
-    entry = _object_of(line)
     where = f"{path}, line {number}"
+    entry = _object_of(line, where)
     first, *later = _turns(entry, where)
     prompt_id = str(entry.get("id", entry.get("question_id", f"{path.stem}-{number}")))
     return Prompt(
@@ -157,12 +157,12 @@ def _optional(
     raise ValueError(f"{where}: {field}: must be {expected}, got {type(value).__name__}")
 
 
-def _object_of(line: str) -> dict[str, Any]:
-    """Return the object that a line holds, an empty one if it holds none."""
+def _object_of(line: str, where: str) -> dict[str, Any]:
+    """Return the object that a line holds, an empty one if it holds another value."""
     try:
         entry = json.loads(line)
-    except ValueError:
-        return {}
+    except ValueError as error:
+        raise ValueError(f"{where}: must be JSON: {error}") from None
     return entry if isinstance(entry, dict) else {}
 
 

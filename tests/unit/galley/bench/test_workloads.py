@@ -181,6 +181,13 @@ def test_a_wrong_line_is_named_with_its_field(tmp_path: Path, entry: dict[str, A
         own_workload(path)
 
 
+def test_the_number_of_a_line_counts_empty_ones_and_its_mark_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "list.jsonl"
+    path.write_text('\ufeff{"prompt": "One?"}\n\n{"prompt": "Two?"', encoding="utf-8")
+    with pytest.raises(ValueError, match="line 3: must be JSON: Expecting ',' delimiter"):
+        own_workload(path)
+
+
 def test_parquet_is_refused_with_the_way_to_convert_it(tmp_path: Path) -> None:
     path = tmp_path / "test.parquet"
     path.write_bytes(b"PAR1")
