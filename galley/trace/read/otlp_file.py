@@ -214,13 +214,22 @@ def trace_dir() -> Path:
 
 
 def new_file(directory: Path) -> Path:
-    """Return a path for a new file; delete all others but the newest three. Raises OSError."""
+    """Return a path for a new file of this process.
+
+    Delete all others but the newest three and those of processes that run. Raises OSError.
+    """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for old in _newest_first(directory)[_KEPT_FILES - 1 :]:
+    ended = [file for file in _newest_first(directory) if not _is_written(file)]
+    for old in ended[_KEPT_FILES - 1 :]:
         old.unlink(missing_ok=True)
         rotated(old).unlink(missing_ok=True)
     began = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     return directory / f"traces-{began}-{os.getpid()}.jsonl"
+
+
+def _is_written(file: Path) -> bool:
+    pid = file.stem.rpartition("-")[2]
+    return pid.isdecimal() and pid != str(os.getpid()) and Path("/proc", pid).exists()
 
 
 def newest_file(directory: Path) -> Path | None:

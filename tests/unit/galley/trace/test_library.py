@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from galley.trace.read.spans import Process, Span
 from tests.fakes.trace_builder import BEGAN_NS, SESSION, Scene, event, ns, summarize, write
 
 OTHER = "0123456789abcdef0123456789abcdef"
+_NO_PID = 2**22 + 1
+"""Linux gives no process a higher number than 2^22."""
 
 
 @pytest.fixture
@@ -153,7 +156,7 @@ def test_only_a_few_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     directory = tmp_path / "galley" / "traces"
     assert newest_file(directory) is None
     made = []
-    for pid in range(6):
+    for pid in range(_NO_PID, _NO_PID + 6):
         monkeypatch.setattr("os.getpid", lambda pid=pid: pid)
         made.append(new_file(directory))
         made[-1].write_text("{}\n")
@@ -162,6 +165,16 @@ def test_only_a_few_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(list(directory.glob("*.jsonl"))) == 4
     assert len(list(directory.iterdir())) == 8
     assert directory.stat().st_mode & 0o077 == 0
+
+
+def test_the_files_of_stacks_that_run_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = new_file(tmp_path)
+    mine.write_text("{}\n")
+    os.utime(mine, (0, 0))
+    for pid in range(_NO_PID, _NO_PID + 6):
+        monkeypatch.setattr("os.getpid", lambda pid=pid: pid)
+        new_file(tmp_path).write_text("{}\n")
+    assert mine.exists()
 
 
 def test_step_that_evicted_the_session_is_included(tmp_path: Path) -> None:
