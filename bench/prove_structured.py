@@ -149,7 +149,7 @@ class Proof:
     async def _run_paged(self, model: Path, folder: Path) -> None:
         draft = truncate_model(model, list(DRAFT_LAYERS), folder / "draft")
         paged = StackOptions(
-            draft_model=str(draft), strategies=(NGRAM,), dtype="float32", gateways=2, replicas=2, drafts=2
+            draft_model=str(draft), strategy=NGRAM, dtype="float32", gateways=2, replicas=2, drafts=2
         )
         async with Stack(paged) as stack:
             trial = await self._learnt(stack, model, "off", self._requests)
@@ -168,7 +168,7 @@ class Proof:
     async def _run_chats(self, model: Path, folder: Path) -> None:
         draft = truncate_model(model, list(DRAFT_LAYERS), folder / "chats_draft")
         options = StackOptions(
-            model=str(model), draft_model=str(draft), strategies=(NGRAM,), dtype="float32", http_port=0
+            model=str(model), draft_model=str(draft), strategy=NGRAM, dtype="float32", http_port=0
         )
         async with Stack(options) as stack, http_client(stack.http_addresses[0]) as client:
             trial, read = Trial(self._chats), partial(read_chat, client.raw)
@@ -192,7 +192,7 @@ class Proof:
     async def _run_vllm(self, model: Path) -> None:
         options = StackOptions(
             draft_model="none",
-            strategies=(NGRAM,),
+            strategy=NGRAM,
             dtype="float32",
             engine="vllm",
             vllm_args='{"block_size": 32}',

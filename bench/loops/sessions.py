@@ -114,7 +114,7 @@ def threads_of(arm: str) -> int:
 
 def _stack_options(run: Run, threads: int) -> StackOptions:
     model, dtype = str(run.model_dir), run.options.dtype
-    return StackOptions(model=model, strategies=("ngram",), dtype=dtype, threads=threads)
+    return StackOptions(model=model, strategy="ngram", dtype=dtype, threads=threads)
 
 
 async def _gateways(

@@ -24,7 +24,7 @@ from rich.text import Text
 from galley.cli.flags import Output, fail, not_secret, require, say, usage_of
 from galley.common.config.file import CountOrAuto
 from galley.common.cores import usable_cores
-from galley.common.models.files import DEFAULT_MODEL, NumberFormat
+from galley.common.models.files import DEFAULT_MODEL, NumberFormat, model_path
 from galley.core import names
 from galley.core.hints import MAX_DRAFT_TOKENS
 from galley.stack.detached import detach as background
@@ -257,7 +257,6 @@ def up(  # noqa: PLR0913  # one parameter a flag
     given |= divided
     options = stack_options(
         **{name: given[name] for name in StackOptions.__dataclass_fields__.keys() & given.keys() - _PORTS},
-        strategy=strategy,
         metrics=True,
         stop_grace_s=_RAY_STOP_GRACE_S if tensor_parallel > 1 and engine == "paged" else _STOP_GRACE_S,
     )
@@ -326,7 +325,7 @@ serve = _as_serve()
 
 def stack_options(*, strategy: str | None, **options: Any) -> StackOptions:
     """Return a stack's options (None: its default strategy). Raises BadParameter, or Exit from `require`."""
-    chosen = StackOptions(strategies=(strategy,) if strategy else (), **options)
+    chosen = StackOptions(strategy=strategy or "", **options)
     if chosen.max_load_mib and draft_model_of(chosen) is None:
         raise typer.BadParameter("requires a draft model (--draft-model)", param_hint="--max-load-mib")
     if strategy in {names.MODEL, names.FEATURES, names.HYBRID} and draft_model_of(chosen) is None:
@@ -363,7 +362,7 @@ def _check_engine(engine: str, vllm_args: str, target_python: Path | None) -> st
 def _check_model(flag: str, spec: str) -> None:
     """Raise BadParameter for a path at which nothing is; hub ids are looked up by the parts."""
     is_path = spec.startswith(("/", "./", "../", "~")) or spec.endswith(".gguf")
-    if is_path and not Path(spec).expanduser().exists():
+    if is_path and not model_path(spec).exists():
         problem = f"must be a directory, a .gguf file or a hub id, got {spec}: no such file"
         raise typer.BadParameter(problem, param_hint=flag)
 
@@ -410,7 +409,7 @@ async def _keep_up(
     model = options.model or DEFAULT_MODEL
 
     def announce_logs(stack: Stack) -> None:
-        endpoint.announce(model=model, logs=str(stack.dirs.logs))
+        endpoint.announce(model=model, logs=str(stack.dirs.logs.absolute()))
 
     async with shown_stack(options, console, on_made=announce_logs) as stack:
 
@@ -421,7 +420,7 @@ async def _keep_up(
                 stack.store_url,
                 http=",".join(stack.http_addresses),
                 model=model,
-                logs=str(stack.dirs.logs),
+                logs=str(stack.dirs.logs.absolute()),
             )
 
         def show_change(change: str) -> None:
@@ -513,13 +512,13 @@ def run_stack(work: Coroutine[object, object, T]) -> T | None:
 
 async def _until_signal(work: Coroutine[object, object, T]) -> T | None:
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
-    for sig in _STOP_SIGNALS:
-        loop.add_signal_handler(sig, task.cancel)
 
     def cancel_once() -> None:
         if not task.cancelling():  # a second cancellation would interrupt the end of the processes
             task.cancel()
 
+    for sig in _STOP_SIGNALS:
+        loop.add_signal_handler(sig, cancel_once)
     # A progress bar writes from a thread.
     Output.on_unread = lambda: loop.call_soon_threadsafe(cancel_once)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import re
@@ -88,17 +89,13 @@ class Endpoint:
             raise NameTaken(f"must be free, got {name!r}, which process {_read(self._path).get('pid')} uses")
 
     def _take(self, name: str) -> bool:
-        self.name, self._path = name, state_dir() / f"{name}{_SUFFIX}"
-        mine = self._path.with_suffix(f".{os.getpid()}")
-        mine.write_text(json.dumps(_owner()), encoding="utf-8")
-        try:
-            if not _process(_read(self._path)).is_running:
-                self._path.unlink(missing_ok=True)
-            self._path.hardlink_to(mine)  # fails if another process was faster
-        except FileExistsError:
-            return False
-        finally:
-            mine.unlink()
+        directory = state_dir()
+        self.name, self._path = name, directory / f"{name}{_SUFFIX}"
+        with (directory / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if _process(_read(self._path)).is_running:
+                return False
+            self._write({})
         self.log.unlink(missing_ok=True)
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import stat
@@ -14,6 +15,8 @@ from typing import TypeAlias
 
 from galley.stack.part import PartSpec
 
+_LOCK = "stack.lock"
+
 
 @dataclass(frozen=True, slots=True)
 class StackOptions:
@@ -22,8 +25,8 @@ class StackOptions:
     model: str = ""
     # None: the draft that Galley brings for this target, if there is one. "none": no draft model.
     draft_model: str | None = None
-    # Only the first is used, for requests that name none; empty: hybrid with a draft model, else ngram.
-    strategies: tuple[str, ...] = ()
+    # Of requests that name none; empty: hybrid with a draft model, else ngram.
+    strategy: str = ""
     k: int | None = None
     dtype: str | None = None
     # None: an embedded Valkey.
@@ -87,6 +90,23 @@ def check_private(directory: Path) -> None:
             f"{directory}: must be closed to other users, as it holds prompts and answers, got mode "
             f"{mode:04o}; run chmod go-rwx"
         )
+
+
+def lock(directory: Path) -> int:
+    """Return a descriptor that keeps other stacks out of the directory while it is open.
+
+    Raise ValueError if another stack has it.
+    """
+    held = os.open(directory / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(held)
+        raise ValueError(f"{directory}: must not be in use by another stack; stop that one first") from None
+    except OSError:
+        os.close(held)
+        raise
+    return held
 
 
 PartTable: TypeAlias = "Callable[[StackOptions, StackDirs], Sequence[PartSpec]]"

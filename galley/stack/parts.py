@@ -178,8 +178,8 @@ def draft_model_of(options: StackOptions) -> str | None:
 
 
 def default_strategy(options: StackOptions) -> str:
-    if options.strategies:
-        return options.strategies[0]
+    if options.strategy:
+        return options.strategy
     return names.NGRAM if draft_model_of(options) is None else names.HYBRID
 
 

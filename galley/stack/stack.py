@@ -10,6 +10,7 @@ PartFailed is raised. A part that ends later ends the work of `run`, or is start
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import signal
 import tempfile
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from galley.stack.endpoint import Service
-from galley.stack.options import PartTable, StackDirs, StackOptions, check_private, environment_of
+from galley.stack.options import PartTable, StackDirs, StackOptions, check_private, environment_of, lock
 from galley.stack.part import Facts, OnStatus, Part, PartFacts, PartFailed, PartSpec, PartStatus
 from galley.stack.parts import stack_parts
 from galley.stack.restarts import OnChange, Restarts
@@ -56,6 +57,7 @@ class Stack:
         }
         self._facts: dict[str, PartFacts] = {}
         self._failed = False
+        self._lock: int | None = None
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -123,7 +125,15 @@ class Stack:
         await self.stop()
 
     async def start(self) -> None:
-        """Start all parts. Raises PartFailed, with nothing left running, if one cannot start."""
+        """Start all parts. Raises PartFailed, with nothing left running, if one cannot start.
+
+        Raises ValueError if another stack uses the directory of the data.
+        """
+        try:
+            self._lock = lock(self.dirs.data)
+        except (OSError, ValueError):
+            self.forget()
+            raise
         ready = {name: asyncio.Event() for name in self._parts}
         try:
             async with asyncio.TaskGroup() as group:
@@ -189,6 +199,9 @@ class Stack:
             async with asyncio.TaskGroup() as group:
                 for part in idle:
                     group.create_task(part.stop(self.options.stop_grace_s))
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
         if not self._failed:
             self.forget()
         elif self.options.data_dir is None:

@@ -58,7 +58,7 @@ async def running_clients(
         dtype=dtype,
         gateways=gateways,
         draft_model=None if draft_model is None else str(draft_model),
-        strategies=(names.NGRAM,),
+        strategy=names.NGRAM,
         extra_args={
             "gateway": ["--draft-timeout-s", "30"],
             # As many draft tokens as the largest tree of `matrix.TREES` has.

@@ -56,7 +56,7 @@ async def clients(
         model=str(target),
         dtype="bfloat16",
         draft_model=str(draft),
-        strategies=(FEATURES,),
+        strategy=FEATURES,
         extra_args={"gateway": ["--draft-timeout-s", "30"]},
     )
 

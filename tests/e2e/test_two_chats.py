@@ -30,7 +30,7 @@ async def test_two_chats_are_two_traces(tmp_path: Path) -> None:
         options = StackOptions(
             model=str(save_tiny_model(tmp_path / "tiny")),
             draft_model="none",
-            strategies=(NGRAM,),
+            strategy=NGRAM,
             dtype="float32",
             env={
                 "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://{address}",

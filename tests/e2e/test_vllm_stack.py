@@ -29,7 +29,7 @@ async def test_answers_are_the_same_with_and_without_speculation(vllm_python: st
     options = StackOptions(
         model=str(model),
         draft_model="none",
-        strategies=(NGRAM,),
+        strategy=NGRAM,
         dtype="float32",
         engine="vllm",
         vllm_args='{"block_size": 32}',

@@ -150,7 +150,7 @@ async def _stack(model: Path, endpoint: str) -> AsyncIterator[tuple[Stack, _Clie
     options = StackOptions(
         model=str(model),
         draft_model="none",
-        strategies=(NGRAM,),
+        strategy=NGRAM,
         dtype="float32",
         gateways=2,
         replicas=2,

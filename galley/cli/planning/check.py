@@ -14,7 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from galley.cli.flags import FAILED, fail, require, say
-from galley.common.models.files import DEFAULT_MODEL, NumberFormat, hub_model, model_name, shipped_draft
+from galley.common.models.files import (
+    DEFAULT_MODEL,
+    NumberFormat,
+    hub_model,
+    model_name,
+    model_path,
+    shipped_draft,
+)
 from galley.common.models.hub import hub_directory, refused
 from galley.core.errors import GalleyError
 from galley.plan.pair import NUMBER_BYTES, Fit, Model, Tensor, judge, read_model
@@ -73,7 +80,7 @@ def _model(spec: str) -> Model:
     """Read a model without its weights. Raises UnsupportedModel or OSError."""
     from galley.engine.load.support import refuse_raw_config  # noqa: PLC0415  # imports safetensors
 
-    path = Path(spec).expanduser()
+    path = model_path(spec)
     if spec == DEFAULT_MODEL or path.exists() or path.suffix == ".gguf":
         from galley.engine.load.resolve import resolve_model  # noqa: PLC0415  # converts a GGUF once
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -88,9 +89,16 @@ def hub_model(spec: str) -> tuple[str, str | None]:
     return name, revision or None
 
 
+def model_path(spec: str) -> Path:
+    """Return the path that a model may be at; `~` stays as it is without a home directory."""
+    with suppress(RuntimeError):
+        return Path(spec).expanduser()
+    return Path(spec)
+
+
 def model_name(spec: str) -> str:
     """Return the name that targets report: a hub id without its revision, or the last part of a path."""
-    path = Path(spec).expanduser()
+    path = model_path(spec)
     if path.suffix == ".gguf":
         return path.stem
     return path.resolve().name if path.is_dir() else hub_model(spec)[0]

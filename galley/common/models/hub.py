@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from galley.common.models.files import IGNORED_FILES, hub_model
+from galley.common.models.files import IGNORED_FILES, hub_model, model_path
 from galley.core.errors import UnsupportedModel
 
 _NO_ACCESS = frozenset({401, 403, 404})
@@ -13,7 +13,7 @@ _NO_ACCESS = frozenset({401, 403, 404})
 
 def local_directory(spec: str, patterns: Sequence[str]) -> Path:
     """Return the directory `spec`, or that of a hub model as `hub_directory` does."""
-    path = Path(spec).expanduser()
+    path = model_path(spec)
     return path if path.is_dir() else hub_directory(spec, patterns)
 
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from galley.common.models.files import DEFAULT_MODEL, MODEL_FILES
+from galley.common.models.files import DEFAULT_MODEL, MODEL_FILES, model_path
 from galley.common.models.hub import hub_directory
 from galley.common.server.process import report_memory
 from galley.core.errors import GalleyError, UnsupportedModel
@@ -45,7 +45,7 @@ def resolve_model(spec: str, refuse_config: Callable[[dict[str, Any]], None] = r
     """
     if spec == DEFAULT_MODEL:
         return _with_sampling(_converted(_default_gguf(), spec))
-    path = Path(spec).expanduser()
+    path = model_path(spec)
     if path.is_dir():
         return _checked(path.resolve(), refuse_config)
     if is_pickled(path):

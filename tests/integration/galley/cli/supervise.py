@@ -1,4 +1,7 @@
-"""Run as a process of its own: a stack with a real Valkey, whose pids it prints; then it waits."""
+"""Run as a process of its own: a stack with a real Valkey, whose pids it prints; then it waits.
+
+Arguments are flags of its gateway, a stand-in.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,10 @@ from tests.integration.galley.cli.stand_in_stack import stand_in, valkey
 async def keep_up() -> None:
     console = Output(stderr=True)
 
-    specs = [stand_in("target", pool="target"), stand_in("gateway", after=("target", "valkey"))]
+    gateway = stand_in("gateway", *sys.argv[1:], after=("target", "valkey"))
+    specs = [stand_in("target", pool="target"), gateway]
     async with shown_stack(
-        StackOptions(), console, lambda options, dirs: [valkey(options, dirs), *specs]
+        StackOptions(stop_grace_s=1), console, lambda options, dirs: [valkey(options, dirs), *specs]
     ) as stack:
         pids = {part: stack.pid(part) for part in stack.parts}
         fields = {"pids": [*pids.values()], "target": pids["target"], "run": str(stack.dirs.run)}

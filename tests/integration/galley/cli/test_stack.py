@@ -126,6 +126,17 @@ def test_a_data_directory_that_others_can_enter_is_refused(tmp_path: Path, mode:
     Stack(StackOptions(data_dir=tmp_path)).forget()
 
 
+async def test_a_data_directory_that_another_stack_uses_is_refused(tmp_path: Path) -> None:
+    options = StackOptions(data_dir=tmp_path / "data", stop_grace_s=10)
+    second = stack_of(stand_in("target"), options=options)
+    async with stack_of(stand_in("target"), options=options):
+        with pytest.raises(ValueError, match="data: must not be in use by another stack"):
+            await second.start()
+        assert not second.dirs.run.exists()
+    async with stack_of(stand_in("target"), options=options) as third:
+        assert third.running == ("target",)
+
+
 @pytest.mark.parametrize(
     ("part", "problem", "tail"),
     [
@@ -222,8 +233,9 @@ async def test_only_the_main_thread_may_start_parts() -> None:
 
 
 @pytest.fixture
-def supervisor() -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "tests.integration.galley.cli.supervise"]
+def supervisor(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    flags = getattr(request, "param", ())
+    command = [sys.executable, "-m", "tests.integration.galley.cli.supervise", *flags]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
         try:
@@ -247,6 +259,17 @@ def test_no_process_outlives_the_supervisor(supervisor: subprocess.Popen[str], s
         for path in sorted(run.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
         run.rmdir()
+
+
+@pytest.mark.parametrize("supervisor", [["--stubborn"]], indirect=True, ids=["stubborn"])
+def test_further_signals_do_not_interrupt_the_end(supervisor: subprocess.Popen[str]) -> None:
+    assert supervisor.stdout is not None
+    printed = json.loads(supervisor.stdout.readline())
+    with Ends(printed["pids"]) as ends:
+        while not ends.all_within(0.05):
+            supervisor.send_signal(signal.SIGINT)
+    assert supervisor.wait(20) == 0
+    assert not Path(printed["run"]).exists(), "it holds prompts"
 
 
 def test_no_process_outlives_a_supervisor_whose_output_nobody_reads(
@@ -392,7 +415,7 @@ def test_targets_with_vllm_run_in_its_environment() -> None:
     ("options", "model", "strategy"),
     [
         (StackOptions(), str(shipped_draft("")), "hybrid"),
-        (StackOptions(model=DEFAULT_MODEL, strategies=("model",)), str(shipped_draft("")), "model"),
+        (StackOptions(model=DEFAULT_MODEL, strategy="model"), str(shipped_draft("")), "model"),
         (StackOptions(draft_model="none"), None, "ngram"),
         (StackOptions(model="tiny"), None, "ngram"),
         (StackOptions(model="tiny", draft_model="my-draft"), "my-draft", "hybrid"),
