@@ -22,6 +22,7 @@ from galley.cli.flags import (
     check_plot,
     connect,
     fail_call,
+    refuse_typed,
     say,
     stderr_console,
     table_console,
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _NONCE_BYTES = 4
+# Flags of the stack that is started without --endpoint, and of a gateway that it names.
+_OF_STACK = ("model", "draft_model", "dtype", "threads", "log_dir")
+_OF_GATEWAY = ("tls", "tls_ca_file", "tls_cert_file", "tls_key_file", "tls_server_name")
 _STRATEGIES = ("off", "auto", "ngram", "model", "hybrid", "features")
 _QUICK = {
     "workloads": "chat,rewrite",
@@ -158,6 +162,7 @@ def bench(  # noqa: PLR0913  # one parameter a flag
     if plot is not None:
         check_plot(plot)
     if endpoint is None:
+        refuse_typed(_OF_GATEWAY, "needs --endpoint")
         options = stack_options(
             strategy=None,
             model=model,
@@ -168,6 +173,7 @@ def bench(  # noqa: PLR0913  # one parameter a flag
         )
         measured = run_stack(_measure_own(tuning, options))
     else:
+        refuse_typed(_OF_STACK, "must not come with --endpoint, which names a stack that runs")
         connection = connect(endpoint, None, 0.0, tls)
         measured = run_stack(_measure(tuning, connection.addresses, connection.tls))
     if measured is None:
@@ -254,11 +260,6 @@ def _show(measured: Measured, tuning: Tuning, plot: Path | None, *, as_json: boo
     from galley.bench.report import as_dict, report_of  # noqa: PLC0415
 
     report = report_of(measured.blocks, OFF, f"{one_line(measured.model)} and its draft")
-    if plot is not None:
-        from galley.bench.plots import draw  # noqa: PLC0415  # matplotlib takes half a second
-
-        with usage_of("--plot"):
-            draw(plot, report)
     if as_json:
         settings = {
             "model": measured.model,
@@ -273,8 +274,15 @@ def _show(measured: Measured, tuning: Tuning, plot: Path | None, *, as_json: boo
             "prompt_sha256": {workload.name: workload.sha256 for workload in tuning.workloads},
         }
         typer.echo(json.dumps({"asked": settings, **as_dict(report)}))
+    else:
+        _print(report)
+    if plot is not None:
+        from galley.bench.plots import draw  # noqa: PLC0415  # matplotlib takes half a second
+
+        with usage_of("--plot"):
+            draw(plot, report)
+    if as_json:
         return
-    _print(report)
     if plot is not None:
         typer.echo(f"Plot: {plot}")
     typer.echo(report.conclusion)

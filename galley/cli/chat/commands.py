@@ -187,8 +187,9 @@ def _save(chat: Chat, argument: str) -> str:
         with open(Path(argument).expanduser(), "x", encoding="utf-8", opener=_private) as file:
             json.dump(messages, file, indent=1, ensure_ascii=False)
             file.write("\n")
-    except OSError as error:
-        raise BadCommand(f"/save: {argument}: cannot be written: {error.strerror}") from None
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no home directory
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise BadCommand(f"/save: {argument}: cannot be written: {reason}") from None
     return f"wrote {len(messages)} messages to {argument}"
 
 

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from galley.cli.flags import INTERRUPTED, StackName, choose_stack, fail, not_secret, with_flags_of
+from galley.cli.flags import (
+    INTERRUPTED,
+    StackName,
+    choose_stack,
+    fail,
+    not_secret,
+    unless_stack,
+    with_flags_of,
+)
 from galley.cli.top import check_store
 from galley.client.options import Tls
 
@@ -58,7 +66,7 @@ def store_options(
     ] = "default",
     stack: StackName = None,
 ) -> Store:
-    url = redis_url
+    url = unless_stack("redis_url", redis_url)
     if not url:
         running = choose_stack(stack)
         url = running.store

@@ -19,10 +19,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from galley.cli.flags import check_plot, usage_of
+from galley.cli.flags import check_plot, refuse_typed, usage_of
 from galley.common.constraints import constraint_of
 from galley.common.printable import one_line
 from galley.core.cost.model import (
+    MAX_K,
     Plan,
     RowCostCurve,
     best_k,
@@ -32,7 +33,7 @@ from galley.core.cost.model import (
     round_cost,
 )
 from galley.core.cost.model import plan as plan_of
-from galley.core.errors import InvalidField
+from galley.core.errors import InvalidField, check_range
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.plan.capacity import (
     NO_DRAFT,
@@ -58,6 +59,10 @@ _TEXTBOOK_CONFIRMED = 3.0
 _TEXTBOOK_RATIO = 6.0
 _MAX_K = 16
 _CAPACITY, _STREAMS, _TARGET_LOG = "--capacity", "--streams", "--target-log"
+_OF_ONE_STREAM = (
+    *("tokens", "k", "confirmed_per_round", "draft_cost_ratio"),
+    *("alpha", "row_costs", "max_k", "sessions", "plot"),
+)
 _GIB = 2**30
 _TABLES = ("load", "target", "draft", "spares", "tiers")
 _GATEWAY_BOUNDS = {"sessions": "open sessions", "cpu": "CPU"}
@@ -196,6 +201,7 @@ def plan(  # noqa: PLR0913  # a command's options
     """
     measured = _read_bench(bench, workload)
     if capacity is not None:
+        refuse_typed(_OF_ONE_STREAM, "must not come with --capacity")
         steps = _read_steps(target_log)
         _plan_capacity(capacity, measured, steps, _stream_counts(streams), as_json=as_json)
         return
@@ -212,6 +218,7 @@ def plan(  # noqa: PLR0913  # a command's options
         if alpha is not None:
             curve = RowCostCurve.parse(row_costs or "1:1")
             largest_k = _MAX_K if max_k is None else max_k
+            check_range("max_k", largest_k, least=0, most=MAX_K)
             peak = _Peak(alpha, draft_cost_ratio, curve, largest_k, 1 if sessions is None else sessions)
             facts |= _peak_as_dict(peak)
     except InvalidField as fault:

@@ -97,6 +97,7 @@ def test_options_are_set_shown_and_set_back() -> None:
         ("/set foo 1", "/set: must name one of temperature, "),
         ("/save", "/save: must name a file"),
         ("/save /nowhere/x", "/save: /nowhere/x: cannot be written: No such file"),
+        ("/save ~nobody-has-this-name/x", "/save: ~nobody-has-this-name/x: cannot be written: "),
         ("/foo", "/foo: unknown command; /help lists them"),
     ],
 )

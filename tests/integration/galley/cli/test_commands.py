@@ -399,6 +399,16 @@ def test_a_name_in_use_and_a_bad_name_are_refused() -> None:
         (["serve"], "Missing argument 'MODEL'"),
         (["up", "--log-dir=/proc/1/logs"], "--log-dir: must be a directory that can be written, got /proc"),
         (["stop", "blue", "--all"], "--all: must not be combined with NAME, got blue"),
+        (["stop", "--timeout=inf"], "--timeout: must be at most 86400.0, got inf"),
+        (["generate", "x", "--endpoint=x", "--stack=y"], "--endpoint: must not come with --stack"),
+        (["top", "--metrics=x:1", "--stack=y"], "--metrics: must not come with --stack"),
+        (["trace", "--last", "--from=tempo://x:1", "--file=/x"], "--from: must not come with --file"),
+        (["plan", "--capacity=/x", "--plot=/x.png"], "--plot: must not come with --capacity"),
+        (["plan", "--alpha=0.7", "--max-k=300"], "--max-k: must be in [0, 256], got 300"),
+        (["bench", "--endpoint=x", "--threads=2"], "--threads: must not come with --endpoint"),
+        (["bench", "--tls"], "--tls: needs --endpoint"),
+        (["bench", "--plot=/"], "--plot: must be a file that can be written, got /"),
+        (["up", "--model=~nobody-has-this-name/m"], "--model: must be a directory, a .gguf file or a hub id"),
         *(
             ([*command, "--dtype=float16"], "--dtype: must be one of bfloat16, float32, got 'float16'")
             for command in (["up"], ["bench"], ["demo"], ["check", "a", "b"])
@@ -450,6 +460,30 @@ def test_wrong_usage_is_one_line_that_names_the_flag(arguments: list[str], probl
     assert f"(see galley {arguments[0]} --help)" in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
     assert refused.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "command"),
+    [
+        ("GALLEY_ENDPOINT", "127.0.0.1:1", ["generate", "x"]),
+        ("GALLEY_GATEWAY_REDIS_URL", "redis://127.0.0.1:1", ["drafts", "list"]),
+        ("GALLEY_TOP_REDIS_URL", "redis://127.0.0.1:1", ["top", "--once"]),
+    ],
+)
+def test_a_stack_that_is_named_wins_over_the_environment(
+    variable: str, value: str, command: list[str]
+) -> None:
+    refused = galley(*command, "--stack=blue", **{variable: value})
+    assert (refused.exit_code, refused.stderr) == (
+        1,
+        "error: no stack 'blue' runs here; start it with `galley up --name blue`\n",
+    )
+
+
+def test_a_file_of_traces_that_is_named_wins_over_the_environment(tmp_path: Path) -> None:
+    refused = galley("trace", "--last", f"--file={tmp_path}/t.jsonl", GALLEY_TRACE_FROM="tempo://127.0.0.1:1")
+    assert refused.exit_code == 1
+    assert "t.jsonl" in refused.stderr
 
 
 def test_a_port_in_use_is_refused_before_anything_starts() -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -149,6 +150,17 @@ def test_stop_all_goes_on_after_a_stack_that_does_not_end(start: StartStack) -> 
     assert green.wait(PATIENCE_S) == 0
 
 
+def test_a_state_directory_that_cannot_be_made_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "file"))
+    for command in (["ps"], ["stop"], ["logs"], ["generate", "x"]):
+        refused = galley(*command)
+        assert refused.returncode == 1
+        assert refused.stderr.startswith("error: [Errno 20] Not a directory"), refused.stderr
+
+
 def test_a_process_that_got_the_pid_of_a_stack_is_left_alone() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         started = start_time(other.pid)
@@ -182,6 +194,20 @@ def test_the_output_of_an_earlier_stack_is_not_that_of_the_running_one(start: St
     assert "127.0.0.1:9" not in galley("logs").stdout
 
 
+def test_the_last_line_of_a_part_that_crashed_is_printed(start: StartStack, logs: Path) -> None:
+    start("blue")
+    (logs / "target.log").write_text("started\nout of memory")
+    assert galley("logs", "--part", "target").stdout == "target | started\ntarget | out of memory\n"
+
+
+def test_an_ended_stack_has_no_logs_of_parts() -> None:
+    console_log("blue").write_text("gateway at 127.0.0.1:9")
+    assert galley("logs", "blue").stdout == "up | gateway at 127.0.0.1:9\n"
+    refused = galley("logs", "blue", "--part", "target")
+    assert refused.returncode == 2
+    assert "--part: must be left out: 'blue' has ended" in refused.stderr
+
+
 def test_followed_logs_end_with_the_stack(start: StartStack, logs: Path) -> None:
     stack = start("blue")
     command = [*GALLEY, "logs", "--follow", "--part", "target", "--lines", "1"]
@@ -193,8 +219,11 @@ def test_followed_logs_end_with_the_stack(start: StartStack, logs: Path) -> None
             log.flush()
             log.write("ur\n")
         assert following.stdout.readline() == "target | four\n"
+        with (logs / "target.log").open("a") as log:
+            log.write("five")
         stack.terminate()
-        assert following.wait(PATIENCE_S) == 0
+        assert following.communicate(timeout=PATIENCE_S)[0] == "target | five\n"
+        assert following.returncode == 0
 
 
 def test_followed_logs_of_a_stack_that_starts_find_its_parts(start: StartStack, logs: Path) -> None:
@@ -226,9 +255,10 @@ def test_a_stack_that_starts_is_named_to_those_who_would_use_it(start: StartStac
 
 def test_a_stack_has_logs_before_it_serves(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    flags = ("--draft-model=none", "--grpc-port=0", "--http-port=0", f"--log-dir={tmp_path}/kept")
+    flags = ("--draft-model=none", "--grpc-port=0", "--http-port=0", "--log-dir=kept")
     command = [*GALLEY, "up", "--model", str(tmp_path / "empty"), *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as starting:
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, **pipes) as starting:
         assert starting.stdout is not None
         assert starting.stdout.readline()  # its first part starts
         (stack,) = live_stacks()
