@@ -97,13 +97,14 @@ class KvSession:
             del self.tokens[length:]
             del self.hashes[length // self._block_tokens :]
 
-    def surrender(self) -> tuple[list[int], list[bytes]]:
+    def surrender(self) -> tuple[list[int], list[bytes], PrefixHasher]:
         """Release all blocks; return the tokens of the full ones and their hashes, which it gives up."""
         self._release(0)
-        tokens, hashes = self.tokens, self.hashes
+        tokens, hashes, prefix = self.tokens, self.hashes, self.prefix
+        prefix.truncate(len(hashes) * self._block_tokens)
         del tokens[len(hashes) * self._block_tokens :]
         self.tokens, self.hashes, self.prefix = [], [], PrefixHasher()
-        return tokens, hashes
+        return tokens, hashes, prefix
 
     def distrust(self, blocks: Container[int]) -> None:
         """Cut before the first of these blocks, whose content is in doubt and which are not registered."""

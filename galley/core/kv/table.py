@@ -51,6 +51,7 @@ class _Evicted:
 
     tokens: list[int]
     hashes: list[bytes]
+    prefix: PrefixHasher
 
 
 class KvTable:
@@ -236,7 +237,7 @@ class KvTable:
         evicted = self._evicted.get(key)
         if evicted is None:
             return (), PrefixHasher()
-        return evicted.tokens[: self._cached_blocks(evicted) * self.block_tokens], PrefixHasher()
+        return evicted.tokens[: self._cached_blocks(evicted) * self.block_tokens], evicted.prefix
 
     def _cached_blocks(self, evicted: _Evicted) -> int:
         """Return how many of its blocks, from the first on, are still cached."""
@@ -271,9 +272,9 @@ class KvTable:
         self._live.pop(session.key, None)
         self._idle.pop(session.key, None)
         self.moved += len(session.blocks)
-        tokens, hashes = session.surrender()
+        tokens, hashes, prefix = session.surrender()
         if tokens:
-            self._evicted[session.key] = _Evicted(tokens, hashes)
+            self._evicted[session.key] = _Evicted(tokens, hashes, prefix)
             self._bound_evicted()
 
     def _bound_evicted(self) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from galley.core import content
 from galley.core.content import (
     BlockChain,
     Hit,
@@ -273,6 +276,26 @@ def test_cached_blocks_go_before_idle_sessions_and_the_longest_idle_first() -> N
     assert (len(table.blocks_of(A)), len(table.blocks_of(B))) == (1, 1)
     table.reserve(D, 12)
     assert (len(table.blocks_of(A)), len(table.blocks_of(B))) == (0, 1)
+
+
+def test_a_session_that_was_evicted_is_not_hashed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, prompt = table_of(2000), tokens(4001)
+    filled(table, A, prompt)
+    table.make_idle(A)
+    table.cached_prefix(A)
+    filled(table, B, tokens(4001, 5000))
+    assert not table.has_blocks(A)
+    hashed: list[int] = []
+    whole = content.token_bytes
+
+    def counted(part: Sequence[int]) -> bytes:
+        hashed.append(len(part))
+        return whole(part)
+
+    monkeypatch.setattr(content, "token_bytes", counted)
+    missed = table.cached_prefix(A)
+    assert sum(hashed) < 600 < missed.have
+    assert missed == Miss(missed.have, prefix_hash(prompt[: missed.have]))
 
 
 def test_an_evicted_session_reuses_cached_blocks() -> None:
