@@ -59,9 +59,9 @@ class GrowingTokens(list[int]):
         self._ids = array("q")
 
     def copy_to(self, ids: NDArray[np.int64]) -> None:
-        """Copy all tokens to `ids` [len(self)]."""
+        """Copy the first len(ids) tokens to `ids`."""
         self._ids.fromlist(self[len(self._ids) :])
-        ids[:] = self._ids
+        ids[:] = memoryview(self._ids)[: len(ids)]
 
 
 class TokenRange(Sequence[int]):
@@ -83,7 +83,24 @@ class TokenRange(Sequence[int]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[int]: ...
     def __getitem__(self, index: int | slice) -> int | Sequence[int]:
-        return [*self._tokens[self._start : self._stop], *self._more][index]
+        held = self._stop - self._start
+        if isinstance(index, int):
+            at = range(len(self))[index]
+            return self._tokens[self._start + at] if at < held else self._more[at - held]
+        first, end, step = index.indices(len(self))
+        if step != 1:
+            return self[:][index]
+        kept = self._tokens[self._start + min(first, held) : self._start + min(end, held)]
+        return [*kept, *self._more[max(0, first - held) : max(0, end - held)]]
+
+    def copy_to(self, ids: NDArray[np.int64]) -> None:
+        """Copy all tokens to `ids` [len(self)]."""
+        held = self._stop - self._start
+        if isinstance(self._tokens, GrowingTokens) and self._start == 0:
+            self._tokens.copy_to(ids[:held])
+        else:
+            ids[:held] = self._tokens[self._start : self._stop]
+        ids[held:] = self._more
 
 
 @value

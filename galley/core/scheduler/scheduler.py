@@ -237,7 +237,6 @@ class Scheduler:
         request = self._active[key]
         request.kv_len = kv_len
         if not request.has_started:  # what it finds again after a preemption is not counted again
-            self.counts.reused_tokens += kv_len - request.kv_reused if request.is_new else 0
             request.kv_reused = kv_len
         if self._batch is not None:
             self._batch.correct(key, drafts)
@@ -343,14 +342,10 @@ class Scheduler:
 
     def _hold(self, request: ActiveRequest) -> None:
         """Allocate the session and find its cached tokens. Raises Overloaded."""
-        message, is_new = request.message, not self.kv.has_blocks(request.key)
+        message, request.is_new = request.message, not self.kv.has_blocks(request.key)
         request.kv_len = request.kv_reused = self.kv.open(
             request.key, message.arrival_ns, request.tokens, message.priority, request.block_hashes
         )
-        request.is_new = is_new
-        if is_new:
-            self.counts.prompt_tokens += len(request.tokens)
-            self.counts.reused_tokens += request.kv_reused
 
     def _reserve(self, requested: Sequence[Grant]) -> tuple[dict[SessionKey, Grant], list[tuple[int, int]]]:
         """Reserve blocks for the grants, oldest first; respond to the requests that get none."""
@@ -421,6 +416,9 @@ class Scheduler:
             if not request.has_started and not request.cancelled
         ]
         for request in requests:
+            if request.is_new and not request.has_started:
+                self.counts.prompt_tokens += len(request.tokens)
+                self.counts.reused_tokens += request.kv_reused
             request.has_started = True
 
     def _chunk(self, grant: Grant, blocks: Sequence[int]) -> StepChunk:
@@ -433,9 +431,12 @@ class Scheduler:
         if not grant.is_final:
             return StepChunk(start, tokens, blocks, want_logits=0, key=request.key)
         certain, drawn, parents = drafts[: grant.certain], drafts[grant.certain :], grant.drawn_parents
+        history: Sequence[int] = request.tokens
+        if certain:
+            history = TokenRange(history, 0, len(history), certain)
         draw = Draw(
             params=message.sampling,
-            history=[*request.tokens, *certain] if certain else request.tokens,
+            history=history,
             prompt_len=message.prompt_len,
             stop_token_ids=message.stop_token_ids,
             min_tokens=message.min_tokens,

@@ -30,7 +30,7 @@ from galley.core.errors import Broken, GalleyError
 from galley.core.noise import LANES
 from galley.core.records import PositionLogprobs
 from galley.core.sampling_params import SamplingParams
-from galley.core.step import Draw, GrowingTokens, Sampled
+from galley.core.step import Draw, GrowingTokens, Sampled, TokenRange
 from galley.engine.cpu.kernels import openmp, ops
 from galley.engine.cpu.kernels.compile import compile_kernels
 from galley.engine.sampling import allowed, gumbel, kernels, largest, layout
@@ -159,7 +159,7 @@ def _joined(parts: Iterable[Collection[int]], length: int) -> Ids:
     joined, end = np.empty(length, dtype=np.int64), 0
     for part in filter(None, parts):
         start, end = end, end + len(part)
-        if isinstance(part, GrowingTokens):
+        if isinstance(part, GrowingTokens | TokenRange):
             part.copy_to(joined[start:end])
         else:
             joined[start:end] = np.fromiter(part, dtype=np.int64, count=len(part))

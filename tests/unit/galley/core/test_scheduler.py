@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
+import numpy as np
 import pytest
 
 from galley.core.audit import AUDIT_PRIORITY
@@ -16,7 +17,7 @@ from galley.core.kv import session as kv_session
 from galley.core.kv.table import KvTable, Reservation
 from galley.core.scheduler.messages import Confirmed, Response, Superseded
 from galley.core.scheduler.scheduler import Linger
-from galley.core.step import GrowingTokens, Sampled
+from galley.core.step import GrowingTokens, Sampled, TokenRange
 from tests.fakes.kv_check import check_table
 from tests.fakes.scheduler_world import (
     FLAT,
@@ -466,6 +467,21 @@ def test_the_history_of_a_request_grows_from_step_to_step() -> None:
     assert histories[0] is histories[1] is histories[2]
 
 
+def test_a_range_of_tokens_is_as_the_list_of_them() -> None:
+    tokens = GrowingTokens(range(10))
+    for start, more in ((0, ()), (0, (70, 71)), (4, (70, 71, 72))):
+        whole = [*tokens[start:9], *more]
+        part = TokenRange(tokens, start, 9, more)
+        assert list(part) == whole
+        assert [part[at] for at in range(-len(whole), len(whole))] == whole * 2
+        for first, end in product(range(-1, 14), repeat=2):
+            assert part[first:end] == whole[first:end]
+        assert part[::-2] == whole[::-2]
+        copied = np.zeros(len(whole), np.int64)
+        part.copy_to(copied)
+        assert copied.tolist() == whole
+
+
 def test_the_youngest_is_preempted_with_a_miss() -> None:
     bench = Bench(blocks=8, max_rows=64)
     young = bench.submit(request(prompt(16, 1), session="young", arrival_ns=9, credit=99))
@@ -491,7 +507,9 @@ def test_a_young_session_is_refused_when_older_ones_hold_all_blocks() -> None:
     refused = answers[young]
     assert isinstance(refused, Overloaded)
     assert refused.retry_after_s > 0
-    assert (bench.scheduler.counts.preempted, bench.scheduler.counts.out_of_blocks) == (0, 1)
+    counts = bench.scheduler.counts
+    assert (counts.preempted, counts.out_of_blocks) == (0, 1)
+    assert counts.prompt_tokens == 28, "a prompt that was not read is none without cached tokens"
 
 
 def test_the_youngest_gives_its_slot_to_an_older_session() -> None:
