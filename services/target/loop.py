@@ -260,9 +260,11 @@ class StepLoop:
     async def _run_step(self, plan: StepPlan, batch: Batch | None) -> tuple[BatchInfo, int] | None:
         """Return what the step was, and how long it took, in ns; None if it failed."""
         loop, began_ns = asyncio.get_running_loop(), time.monotonic_ns()
+        running = loop.run_in_executor(self._worker, self._compute, plan, batch)
         self._look_after(_LOOKS)
+        running.add_done_callback(lambda _: self._next_look.cancel())
         try:
-            outcomes = await loop.run_in_executor(self._worker, self._compute, plan, batch)
+            outcomes = await asyncio.shield(running)  # after `close`, too, a step that hangs is noticed
         except Exception as error:  # noqa: BLE001  # a failed step must not end the loop
             failed = Unavailable("the step failed")
             with use_span(batch.failed(failed) if batch is not None else INVALID_SPAN):
@@ -271,8 +273,6 @@ class StepLoop:
             if isinstance(error, EngineLost):
                 self.on_loss()
             return None
-        finally:
-            self._next_look.cancel()
         now = time.monotonic_ns()
         info = self._engine.conclude(plan, outcomes, now, batch.packed if batch is not None else b"")
         if batch is not None:

@@ -102,9 +102,13 @@ class Batch:
         self._rank_ns = self.watch.rank_ns()
 
     def concluded(self, info: BatchInfo) -> None:
-        """Note the rows that the engine fed, which may be fewer than planned."""
+        """Note what the engine fed, which may be less than planned."""
         self._facts = replace(
-            self._facts, rows=info.rows, draft_rows=info.draft_rows, prefill_rows=info.prefill_rows
+            self._facts,
+            request_ids=info.request_ids,
+            rows=info.rows,
+            draft_rows=info.draft_rows,
+            prefill_rows=info.prefill_rows,
         )
 
     def failed(self, error: GalleyError) -> trace.Span:

@@ -283,6 +283,7 @@ class RankedTarget:
         self._zero = RankZero(settings, self._exit.begin)
         self._followers: list[asyncio.subprocess.Process] = []
         self._watches: list[asyncio.Task[None]] = []
+        self._target: TargetService | None = None
         self._service: Service | None = None
 
     async def start(self, server: grpc.aio.Server, parts: Parts) -> None:
@@ -303,22 +304,22 @@ class RankedTarget:
         engine = await in_passing_thread(self._zero.load, store)
         # Not earlier: joining uses the store on another thread.
         self._watches.append(asyncio.create_task(self._watch_hosts(store, starts)))
-        service = await add_target(server, parts, engine, settings)
-        service.call_on_loss(self._exit.begin)
-        self._service = registered_target(service, settings, parts.address)
+        self._target = await add_target(server, parts, engine, settings)
+        self._target.call_on_loss(self._exit.begin)
+        self._service = registered_target(self._target, settings, parts.address)
 
     async def drain(self) -> None:
         if self._service is not None:
             await self._service.drain()
 
     async def close(self) -> None:
-        self._exit.disarmed = True
-        if self._service is not None:
-            await self._service.close()
-        await asyncio.to_thread(self._zero.release)
-        await end_ranks(self._followers, _FLUSH_S)
         for watch in self._watches:
             watch.cancel()
+        if self._service is not None:
+            await self._service.close()  # which waits for the running step, also for one that hangs
+        self._exit.disarmed = True
+        await asyncio.to_thread(self._zero.release)
+        await end_ranks(self._followers, _FLUSH_S)
 
     async def abort(self) -> None:
         self._exit.disarmed = True
@@ -338,8 +339,8 @@ class RankedTarget:
         self._exit.begin()
 
     async def _withdraw(self) -> None:
-        if isinstance(self._service, Registered):
-            await self._service.withdraw()
+        if self._service is not None and self._target is not None:
+            await withdraw(self._service, self._target)
 
 
 async def start_ranked_target(settings: TargetSettings, server: grpc.aio.Server, parts: Parts) -> Service:

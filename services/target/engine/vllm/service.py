@@ -36,9 +36,9 @@ class _ServedCore:
             await self._service.drain()
 
     async def close(self) -> None:
-        self._exit.disarmed = True
         if self._service is not None:
-            await self._service.close()
+            await self._service.close()  # which waits for the running step, also for one that hangs
+        self._exit.disarmed = True
         await asyncio.to_thread(self._core.close)
 
     async def _withdraw(self) -> None:

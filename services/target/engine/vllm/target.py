@@ -59,8 +59,9 @@ class VllmTarget(Scheduler):
         self._done: tuple[list[SequenceStep], CoreFacts] | None = None  # what it has done, chunk by chunk
 
     def submit(self, message: VerifyRequest, now: int) -> int:
+        item = super().submit(message, now)
         self._sessions.expect(message)
-        return super().submit(message, now)
+        return item
 
     def plan(self, now: int) -> StepPlan | Linger | None:
         step = super().plan(now)

@@ -6,6 +6,9 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -23,7 +26,7 @@ from galley.engine.model import CausalModel
 from services.target import __main__ as target
 from services.target import loop
 
-loop.LONGEST_STEP_S = 0.5
+loop.LONGEST_STEP_S = {longest_s}
 
 def fail(*_, **__):
     {failure}
@@ -45,35 +48,61 @@ _FAILURES = {
 }
 
 
-@pytest.mark.parametrize(("failure", "logged"), _FAILURES.values(), ids=_FAILURES)
-async def test_a_replica_whose_device_does_not_work_exits(
-    failure: str, logged: str, tiny: Path, tmp_path: Path
-) -> None:
+@dataclass(frozen=True, slots=True)
+class _Replica:
+    process: asyncio.subprocess.Process
+    address: str
+    log: Path
+
+    async def verify(self) -> grpc.StatusCode:
+        async with grpc.aio.insecure_channel(self.address) as channel:
+            item = pb.VerifyItem(slice=slice_of([1, 2, 3]), credit=1)
+            return await _status(rpc.TargetStub(channel), item)
+
+    async def ends(self) -> int:
+        async with asyncio.timeout(PATIENCE_S):
+            return await self.process.wait()
+
+
+@asynccontextmanager
+async def _replica(code: str, tiny: Path, log: Path) -> AsyncIterator[_Replica]:
     read, write = os.pipe()
     flags = ["--model", str(tiny), "--kv-memory-mb", "1", "--port", "0", "--ready-fd", str(write)]
-    with (tmp_path / "log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            _SERVES_UNTIL_A_STEP.format(failure=failure),
-            *flags,
-            pass_fds=[write],
-            stdout=log,
-            stderr=log,
-        )
+    command = [sys.executable, "-c", code, *flags, "--drain-timeout-s", "0.1"]
+    with log.open("wb") as file:
+        process = await asyncio.create_subprocess_exec(*command, pass_fds=[write], stdout=file, stderr=file)
     os.close(write)
     try:
-        address = (await asyncio.to_thread(_stages, read))[-1]["address"]
-        async with grpc.aio.insecure_channel(address) as channel:
-            item = pb.VerifyItem(slice=slice_of([1, 2, 3]), credit=1)
-            assert await _status(rpc.TargetStub(channel), item) == grpc.StatusCode.UNAVAILABLE
-        async with asyncio.timeout(PATIENCE_S):
-            assert await process.wait() == 1
+        yield _Replica(process, (await asyncio.to_thread(_stages, read))[-1]["address"], log)
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    assert logged in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(("failure", "logged"), _FAILURES.values(), ids=_FAILURES)
+async def test_a_replica_whose_device_does_not_work_exits(
+    failure: str, logged: str, tiny: Path, tmp_path: Path
+) -> None:
+    code = _SERVES_UNTIL_A_STEP.format(failure=failure, longest_s=0.5)
+    async with _replica(code, tiny, tmp_path / "log") as replica:
+        assert await replica.verify() == grpc.StatusCode.UNAVAILABLE
+        assert await replica.ends() == 1
+    assert logged in replica.log.read_text()
+
+
+async def test_a_replica_that_is_stopped_while_a_step_hangs_exits(tiny: Path, tmp_path: Path) -> None:
+    failure = 'print("in the step", flush=True); threading.Event().wait()'
+    code = _SERVES_UNTIL_A_STEP.format(failure=failure, longest_s=3)
+    async with _replica(code, tiny, tmp_path / "log") as replica:
+        asked = asyncio.create_task(replica.verify())
+        async with asyncio.timeout(PATIENCE_S):
+            while "in the step" not in replica.log.read_text():  # noqa: ASYNC110  # a process has no event
+                await asyncio.sleep(0.05)
+        replica.process.terminate()
+        assert await replica.ends() == 1
+        await asked
+    assert "step hangs" in replica.log.read_text()
 
 
 async def _status(target: rpc.TargetAsyncStub, item: pb.VerifyItem) -> grpc.StatusCode:
