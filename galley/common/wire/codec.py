@@ -163,6 +163,9 @@ def _check_grammar(read: Slice) -> None:
     if len(read.grammar_hash) not in {0, GRAMMAR_HASH_BYTES}:
         size = len(read.grammar_hash)
         raise InvalidField("slice.grammar_hash", f"must be empty or {GRAMMAR_HASH_BYTES} bytes, got {size}")
+    if read.grammar_hash and read.min_tokens:
+        problem = f"must be 0 with a grammar, which decides on the end, got {read.min_tokens}"
+        raise InvalidField("slice.min_tokens", problem)
 
 
 def check_positions(message: pb.SessionSlice, context_window: int) -> None:

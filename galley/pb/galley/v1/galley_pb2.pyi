@@ -434,6 +434,7 @@ class SessionSlice(_message.Message):
     max_position: _builtins.int
     """No token may be confirmed at or beyond this position."""
     min_tokens: _builtins.int
+    """0 with a grammar."""
     remaining_ns: _builtins.int
     """Remaining time until the caller's deadline. 0: no deadline."""
     arrival_ns: _builtins.int

@@ -52,3 +52,8 @@ def test_a_grammar_with_the_hash_of_another_is_refused(wrong: bytes) -> None:
 def test_a_hash_of_another_length_is_refused() -> None:
     with pytest.raises(InvalidField, match=r"slice\.grammar_hash: must be empty or 16 bytes, got 3"):
         read(grammar_hash=b"abc")
+
+
+def test_a_grammar_with_min_tokens_is_refused() -> None:
+    with pytest.raises(InvalidField, match=r"slice\.min_tokens: must be 0 with a grammar.*, got 2"):
+        read(grammar_hash=SPEC.content_hash, min_tokens=2)
