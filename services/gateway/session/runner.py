@@ -111,6 +111,8 @@ class SessionRunner:
         self._named: tuple[Replica | None, Replica | None] = (None, None)
         """The replicas that the store's KV directory names; it names them anew at a log of `_names_from`."""
         self._names_from = 0
+        self._committed_from = -1
+        """How long the log was before the latest commit."""
         self._end: ev.End | None = None
 
     def post(self, *events: ev.Event) -> None:
@@ -275,7 +277,9 @@ class SessionRunner:
         The store keeps what it has while the replicas are the same and cache a few tokens more.
         """
         named = draft, target = self._ports.draft.replica, self._holder
-        if effect.expected_len < self._names_from and named == self._named:
+        is_rewritten = effect.expected_len <= self._committed_from  # a recreated session names no replica
+        self._committed_from = effect.expected_len
+        if effect.expected_len < self._names_from and named == self._named and not is_rewritten:
             return UNCHANGED
         self._named, self._names_from = named, effect.expected_len + _DIRECTORY_TOKENS
         return KvDirectory(

@@ -111,9 +111,9 @@ class SessionLog:
     def _attempted(self, attempt: asyncio.Future[int]) -> None:
         """Take the outcome of a commit's first attempt; repeat it where another attempt may succeed."""
         commit = self._pending
-        if commit is None or attempt is not commit.attempt or attempt.cancelled():
+        if commit is None or attempt is not commit.attempt:
             return
-        error = attempt.exception()
+        error = StoreUnavailable(_NO_RESPONSE) if attempt.cancelled() else attempt.exception()
         if error is None or isinstance(error, LogBehind):
             self._held_ns = commit.requested_ns
         if error is None:

@@ -256,6 +256,8 @@ async def test_an_owner_recreates_its_lost_session(world: World, own_store: Serv
     world.target.gate.open()
     must_be_true(await lost.received.listen(lost.stream))
     assert world.target.answered - answered == MAX_TOKENS - RECEIVED, "from memory, not computed again"
+    session = f"galley:sessions:default:{{{lost.stream.session_id}}}"
+    assert await own_store.command("HEXISTS", session, "target_kv_len") == 1, "the target that has its cache"
     await log_must_be_true(await world.gateway(draft="none"), lost.stream)
 
 

@@ -278,3 +278,21 @@ async def test_a_closed_log_reports_nothing(failures: int) -> None:
         await asyncio.sleep(0)
     assert not reported
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_commit_that_was_cancelled_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by the end of a task that it waited for."""
+    world, attempts = World(), list[asyncio.Future[int]]()
+    log = await world.own()
+    store_commit = world.store.commit
+
+    def cancel_first(*given: Any) -> asyncio.Future[int]:
+        attempts.append(store_commit(*given) if attempts else asyncio.get_running_loop().create_future())
+        if len(attempts) == 1:
+            attempts[0].cancel()
+        return attempts[-1]
+
+    monkeypatch.setattr(world.store, "commit", cancel_first)
+    async with asyncio.timeout(20):
+        assert await committed(log, commit(3, 3)) == ev.Committed(4)
+    await log.close()
