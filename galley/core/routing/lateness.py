@@ -41,6 +41,7 @@ class VerdictTimes:
         if row_costs:
             try:
                 self._times, self._most_rows = StepTimes.measured(row_costs), row_costs[-1][0]
+                self._largest_ns = self._times(self._most_rows)
             except InvalidField:
                 return  # the replica is not trusted
 
@@ -51,9 +52,8 @@ class VerdictTimes:
         """
         if self._times is None:
             return 0
-        largest_ns = self._times(self._most_rows)
         passes, rest = divmod(max(1, rows), self._most_rows)
-        return largest_ns * (passes + 1) + (self._times(rest) if rest else 0)
+        return self._largest_ns * (passes + 1) + (self._times(rest) if rest else 0)
 
     def slowed_ns(self, predicted_ns: int) -> int:
         """Return how long it takes by the measured slowdown."""

@@ -109,11 +109,6 @@ class SessionLimits:
     max_draft_cooldown_ns: int = 2_000 * _MS
 
 
-def _are_verdicts(events: Sequence[ev.Event]) -> bool:
-    """Return True if these are two verdicts of one Verify."""
-    return len(events) > 1 and all(isinstance(event, ev.Verified) for event in events)
-
-
 class Session:
     """One session. Call `start` once, then `step` with each event."""
 
@@ -193,7 +188,11 @@ class Session:
                 break
             if isinstance(event, _RESPONSES) and self._is_stale(event):
                 continue
-            self._verdict_follows = _are_verdicts(events[number - 1 : number + 1])
+            self._verdict_follows = (
+                number < len(events)
+                and isinstance(event, ev.Verified)
+                and isinstance(events[number], ev.Verified)
+            )
             phases, handler = TRANSITIONS[type(event)]
             if self.phase not in phases:
                 raise Broken(f"session: event {type(event).__name__} in phase {self.phase.name}")

@@ -16,7 +16,7 @@ import asyncio
 from collections import deque
 from typing import Protocol
 
-_TURN = 24
+_TURN = 48
 """Responses delivered in one turn: about 1 ms. A request gets all of its own at once."""
 _MESSAGE_TURNS, _CALL_TURNS = 2, 4
 """Turns in which a message that is there already is read, and a call is accepted, after the one before."""
@@ -41,6 +41,7 @@ class DeliveryQueue:
     """The queue of one gateway, for all its replicas; use it within the running event loop."""
 
     def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._first: deque[Recipient] = deque()
         self._later: deque[tuple[Recipient, float]] = deque()
         """Requests with the time since when they wait."""
@@ -57,7 +58,7 @@ class DeliveryQueue:
 
     def add(self, recipient: Recipient) -> None:
         """Give a request that does not wait yet its turn, soon."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         self._pause = max(self._pause, _MESSAGE_TURNS)
         if recipient.has_begun:
             self._later.append((recipient, loop.time()))
@@ -66,7 +67,7 @@ class DeliveryQueue:
         if not self._is_delivering:
             self._is_delivering = True
             self._delivered_s = loop.time()
-            loop.call_soon(self._deliver, loop)
+            loop.call_soon(self._deliver)
 
     def expect_calls(self) -> None:
         """Note a new call of a client: others may wait until gRPC accepts them."""
@@ -76,8 +77,8 @@ class DeliveryQueue:
         """Return True while responses wait too long; `now_s` is the event loop's time."""
         return self._standing_s >= _SATURATED_S and now_s < self._interval_s + 2 * _INTERVAL_S
 
-    def _deliver(self, loop: asyncio.AbstractEventLoop) -> None:
-        now_s = loop.time()
+    def _deliver(self) -> None:
+        now_s = self._loop.time()
         is_pausing = self._pause > 0 and now_s - self._delivered_s < _PAUSE_S
         self._pause = max(0, self._pause - 1)
         if not is_pausing:
@@ -91,7 +92,7 @@ class DeliveryQueue:
         finally:
             self._is_delivering = bool(self._first or self._later)
             if self._is_delivering:
-                loop.call_soon(self._deliver, loop)
+                self._loop.call_soon(self._deliver)
 
     def _measure(self, now_s: float) -> None:
         if now_s >= self._interval_s + _INTERVAL_S:

@@ -307,10 +307,10 @@ class _Attempt:
             return
         trees = self.target.client.info.trees
         events = [messages.verify_event(self._request_id, response, trees=trees) for response in responses]
-        last = responses[-1]
-        if not messages.has_more(last):
+        last = events[-1]
+        if not (isinstance(last, ev.Verified) and last.more):
             self._has_ended = True
-            messages.note_status(self._span, last)
+            messages.note_status(self._span, responses[-1])
         if self._reader is not None and self._form is not None:
             self._reader.receive(self._form, responses)
         self._report(self, events)
@@ -401,7 +401,7 @@ class TargetRequest:
 
     def _start(self, target: TargetReplica) -> None:
         self._attempt = self._new_attempt(target)
-        self._expect(target)
+        self._expect(target, self._loop.time())
 
     def _new_attempt(self, target: TargetReplica) -> _Attempt:
         return _Attempt(
@@ -439,13 +439,14 @@ class TargetRequest:
         """Note results that arrived together; say of a failure whether another replica can serve."""
         target, last = attempt.target, events[-1]
         self._is_due = isinstance(last, ev.Verified) and last.more
+        now_s = self._loop.time()
         if not isinstance(events[0], ev.Failed):
-            self._responded(attempt)
-        verdicts = [event for event in events if isinstance(event, ev.Verified)]
-        if verdicts:
-            self._session.served(verdicts[-1], self._spec.session_id, attempt.replica)
+            self._responded(attempt, now_s)
+        verdict = next((event for event in reversed(events) if isinstance(event, ev.Verified)), None)
+        if verdict is not None:
+            self._session.served(verdict, self._spec.session_id, attempt.replica)
         if self._is_due:
-            self._expect(target)
+            self._expect(target, now_s)
         elif isinstance(last, ev.Failed):
             self._session.leave(target, has_refused=not last.retryable)
             can_move = self._session.may_repeat(last) and self._can_move_from(target)
@@ -466,25 +467,21 @@ class TargetRequest:
 
     # ------------------------------------------------------------------------------------- timer --
 
-    def _expect(self, target: TargetReplica) -> None:
-        now_s, predicted_ns = self._expected = self._expectation(target)
+    def _expect(self, target: TargetReplica, now_s: float) -> None:
+        _, predicted_ns = self._expected = _expectation(target, now_s)
         limit_ns = self._session.timeout.limit_ns(target.times.slowed_ns(predicted_ns))
         self._late_s = now_s + limit_ns / SECOND
         hedge_ns = self._session.hedge_after_ns(target) if self._is_first else None
         self._set_timer(now_s, limit_ns if hedge_ns is None else min(limit_ns, hedge_ns))
 
-    def _expectation(self, target: TargetReplica) -> tuple[float, int]:
-        """Return from when on a response of `target` is awaited, and in how many ns it is predicted."""
-        return self._loop.time(), target.times.predicted_ns(target.rows_ahead)
-
-    def _waited_ns(self) -> int:
+    def _waited_ns(self, now_s: float) -> int:
         since_s, _ = self._expected
-        return int((self._loop.time() - since_s) * SECOND)
+        return int((now_s - since_s) * SECOND)
 
-    def _responded(self, attempt: _Attempt) -> None:
-        target, waited_ns = attempt.target, self._waited_ns()
+    def _responded(self, attempt: _Attempt, now_s: float) -> None:
+        target, waited_ns = attempt.target, self._waited_ns(now_s)
         _, predicted_ns = self._expected
-        target.responded(self._loop.time(), attempt.rows)
+        target.responded(now_s, attempt.rows)
         target.times.record(predicted_ns, waited_ns)
         if self._is_first:
             target.times.record_first(waited_ns)
@@ -542,13 +539,13 @@ class TargetRequest:
         if other is None or self._hedge is not None:
             return
         self._hedge = self._new_attempt(other)
-        self._hedge_expected = self._expectation(other)
+        self._hedge_expected = _expectation(other, self._loop.time())
         request_observer().event(names.HEDGED, {names.POOL: "target", names.TO: other.address})
 
     def _switch_to(self, hedge: _Attempt) -> None:
         if self._attempt is not None:
             # At least that long: without the slowest, the quantile that decides on hedges would sink.
-            self._attempt.target.times.record_first(self._waited_ns())
+            self._attempt.target.times.record_first(self._waited_ns(self._loop.time()))
             self._attempt.abandon("another replica responded first", "cancelled")
         self._close_attempt()
         self._attempt, self._hedge = hedge, None
@@ -560,3 +557,8 @@ class TargetRequest:
         if hedge is not None:
             hedge.stop_counting()
             hedge.close()
+
+
+def _expectation(target: TargetReplica, now_s: float) -> tuple[float, int]:
+    """Return from when on a response of `target` is awaited, and in how many ns it is predicted."""
+    return now_s, target.times.predicted_ns(target.rows_ahead)
