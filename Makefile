@@ -245,15 +245,19 @@ release-dry: helm ## run all of a release that needs no registry: wheel, locks, 
 # How many processes run the tests; a file's tests stay together. Most integration tests wait a part of their time.
 TEST_WORKERS ?= 3
 
-.PHONY: test clients unit integration vllm e2e
+.PHONY: test clients vllm-packages unit integration vllm e2e
 # Each of the processes would otherwise start as many threads as there are cores.
 unit integration vllm e2e: export OMP_NUM_THREADS := 1
 test: helm ## run all that CI runs
-	@$(MAKE) --jobs 2 --output-sync lint check-generated helm-lint unit
+	@$(MAKE) --jobs 2 --output-sync lint check-generated helm-lint unit clients vllm-packages
 	@$(MAKE) integration vllm e2e
 
 clients: setup ## install the clients of other people that tests call the HTTP API with (600 MB in .galley)
 	@scripts/clients.sh
+
+# Where they cannot be had, make vllm says so.
+vllm-packages: setup
+	@scripts/venv_vllm.sh || [[ $$? == 3 ]]
 
 unit: setup ## run the tests in memory: no sockets, no model (under a minute)
 	@echo "== unit tests"
@@ -261,13 +265,14 @@ unit: setup ## run the tests in memory: no sockets, no model (under a minute)
 
 integration: helm clients ## run the tests of real servers and processes with tiny models, and of chart and repository
 	@echo "== integration tests"
-	@scripts/run_tests.sh $(BIN)/python integration -n $(TEST_WORKERS) --dist loadfile -m "not vllm" \
+	@scripts/run_tests.sh $(BIN)/python integration -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder \
+		-m "not vllm" \
 		tests/integration tests/simulation tests/attack tests/deploy tests/repo
 
 vllm: setup ## run the tests that need vLLM, in .venv-vllm; they are skipped where its packages cannot be had
 	@echo "== tests with vLLM"
 	@python=.venv-vllm/bin/python; scripts/venv_vllm.sh || { [[ $$? == 3 ]] || exit 1; python=$(BIN)/python; }; \
-		scripts/run_tests.sh "$$python" vllm -m "vllm and not proof" tests/integration/services/target
+		scripts/run_tests.sh "$$python" vllm -n 2 --dist loadfile -m "vllm and not proof" tests/integration/services/target
 
 e2e: setup ## run the tests of whole stacks, with the default model, and while their parts fail
 	@echo "== end-to-end tests"

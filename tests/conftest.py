@@ -18,7 +18,7 @@ from galley.common.models.files import DEFAULT_MODEL
 settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ci")
 
-pytest_plugins = ["tests.plugins.skips", "tests.plugins.vllm"]
+pytest_plugins = ["tests.plugins.skips", "tests.plugins.vllm", "tests.plugins.order"]
 
 # A shell's background job ignores SIGINT and its processes inherit that; those that tests interrupt must not.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
