@@ -276,16 +276,14 @@ def _show(measured: Measured, tuning: Tuning, plot: Path | None, *, as_json: boo
         typer.echo(json.dumps({"asked": settings, **as_dict(report)}))
     else:
         _print(report)
+        typer.echo(report.conclusion)
     if plot is not None:
         from galley.bench.plots import draw  # noqa: PLC0415  # matplotlib takes half a second
 
         with usage_of("--plot"):
             draw(plot, report)
-    if as_json:
-        return
-    if plot is not None:
-        typer.echo(f"Plot: {plot}")
-    typer.echo(report.conclusion)
+        if not as_json:
+            typer.echo(f"Plot: {plot}")
 
 
 def _print(report: Report) -> None:

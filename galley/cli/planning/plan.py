@@ -218,7 +218,7 @@ def plan(  # noqa: PLR0913  # a command's options
         if alpha is not None:
             curve = RowCostCurve.parse(row_costs or "1:1")
             largest_k = _MAX_K if max_k is None else max_k
-            check_range("max_k", largest_k, least=0, most=MAX_K)
+            check_range("max_k", largest_k, least=1, most=MAX_K)
             peak = _Peak(alpha, draft_cost_ratio, curve, largest_k, 1 if sessions is None else sessions)
             facts |= _peak_as_dict(peak)
     except InvalidField as fault:

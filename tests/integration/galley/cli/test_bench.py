@@ -36,7 +36,9 @@ def test_all_offered_strategies_are_measured(tmp_path: Path) -> None:
     modes = {(request.speculation.mode, request.speculation.strategy) for request in requests_of(gateway)}
     fixed = pb.Speculation.MODE_FIXED
     assert modes == {(pb.Speculation.MODE_OFF, ""), (pb.Speculation.MODE_AUTO, ""), (fixed, "ngram")}
-    assert "for tiny and its draft" in result.output.splitlines()[-1]
+    *_, conclusion, drawn = result.output.splitlines()
+    assert "for tiny and its draft" in conclusion
+    assert drawn == f"Plot: {plot}"
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 

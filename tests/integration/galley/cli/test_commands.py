@@ -404,7 +404,7 @@ def test_a_name_in_use_and_a_bad_name_are_refused() -> None:
         (["top", "--metrics=x:1", "--stack=y"], "--metrics: must not come with --stack"),
         (["trace", "--last", "--from=tempo://x:1", "--file=/x"], "--from: must not come with --file"),
         (["plan", "--capacity=/x", "--plot=/x.png"], "--plot: must not come with --capacity"),
-        (["plan", "--alpha=0.7", "--max-k=300"], "--max-k: must be in [0, 256], got 300"),
+        (["plan", "--alpha=0.7", "--max-k=300"], "--max-k: must be in [1, 256], got 300"),
         (["bench", "--endpoint=x", "--threads=2"], "--threads: must not come with --endpoint"),
         (["bench", "--tls"], "--tls: needs --endpoint"),
         (["bench", "--plot=/"], "--plot: must be a file that can be written, got /"),
