@@ -201,7 +201,7 @@ class Generation:
     @asynccontextmanager
     async def resume(self, request: pb.ResumeRequest, call: ClientCall) -> AsyncIterator[AnswerStream]:
         """Continue the session of a stream that was cut off."""
-        with self.observe(request, call) as observer, self.admit_resume(call) as slot:
+        with self.observe(request, call) as observer, self.hold_slots(call) as [slot]:
             deadline_ns = self.deadline_ns(call)
             claims = await self.prepare_claims([request], [slot], deadline_ns)
             runner = await self.claim(claims.pop(), deadline_ns)
@@ -276,22 +276,25 @@ class Generation:
             bound = f"must have <= {most} answers (most streams of one caller)"
             raise InvalidField("session_id", f"{bound}, got {choices}")
 
-    @contextmanager
     def admit(
         self, request: pb.GenerateRequest, call: ClientCall, sessions: int = 1
-    ) -> Iterator[Sequence[AdmissionSlot]]:
+    ) -> AbstractContextManager[Sequence[AdmissionSlot]]:
         """Hold a slot for each session that answers the request. Raise Overloaded, or InvalidField."""
         check_priority(request.priority, caller().limits.max_priority)
-        with ExitStack() as held:
-            yield [held.enter_context(self.admit_resume(call)) for _ in range(sessions)]
+        return self.hold_slots(call, sessions)
 
     @contextmanager
-    def admit_resume(self, call: ClientCall) -> Iterator[AdmissionSlot]:
-        """Hold a slot; `prepare_claims` reserves what the answer needs. Raise Overloaded, or InvalidField."""
+    def hold_slots(self, call: ClientCall, sessions: int = 1) -> Iterator[Sequence[AdmissionSlot]]:
+        """Hold a slot for each session of a call. Raise Overloaded, or InvalidField.
+
+        Of resumed ones, `prepare_claims` reserves what the answers still need.
+        """
         attempt = _attempt_of(call)
-        with self.streams.admit(caller()) as slot:
-            slot.attempt = attempt
-            yield slot
+        with ExitStack() as held:
+            slots = [held.enter_context(self.streams.admit(caller())) for _ in range(sessions)]
+            for slot in slots:
+                slot.attempt = attempt
+            yield slots
 
     async def reserve(
         self, requests: Sequence[pb.GenerateRequest], slots: Sequence[AdmissionSlot], deadline_ns: int | None

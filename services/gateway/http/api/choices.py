@@ -143,7 +143,7 @@ class ChoiceRunner:
         ]
         with generation.observe(requests[0], call) as observer, ExitStack() as held:
             generation.check_resumed_choices(form.choices)
-            slots = [held.enter_context(generation.admit_resume(call)) for _ in range(form.choices)]
+            slots = held.enter_context(generation.hold_slots(call, form.choices))
             deadline_ns = generation.deadline_ns(call)
             claims = dict(enumerate(await generation.prepare_claims(requests, slots, deadline_ns)))
 
