@@ -117,8 +117,7 @@ def unless_stack(name: str, value: _T | None) -> _T | None:
     """
     if not value or not is_typed("stack"):
         return value
-    if is_typed(name):
-        raise typer.BadParameter("must not come with --stack", param_hint="--" + name.replace("_", "-"))
+    refuse_typed((name,), "must not come with --stack")
     return None
 
 

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from galley.cli.flags import fail, is_typed, usage_of
+from galley.cli.flags import fail, refuse_typed, usage_of
 from galley.trace.read.backend import Backend, backend_of
 from galley.trace.read.build import stories_of
 from galley.trace.read.library import WHEN, NotFound, Selection, find, index_of
@@ -66,8 +66,7 @@ def trace(  # noqa: PLR0913  # one parameter a flag
         raise typer.BadParameter("must not come with --list", param_hint="--html")
     console = Console(highlight=False)
     if source and file is not None:
-        if is_typed("source"):
-            raise typer.BadParameter("must not come with --file", param_hint="--from")
+        refuse_typed(("source",), "must not come with --file")
         source = ""  # of the environment
     with usage_of("--from"):
         backend = backend_of(source) if source else None
