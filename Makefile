@@ -255,7 +255,6 @@ test: helm ## run all that CI runs
 clients: setup ## install the clients of other people that tests call the HTTP API with (600 MB in .galley)
 	@scripts/clients.sh
 
-# Where they cannot be had, make vllm says so.
 vllm-packages: setup
 	@scripts/venv_vllm.sh || [[ $$? == 3 ]]
 
@@ -269,9 +268,9 @@ integration: helm clients ## run the tests of real servers and processes with ti
 		-m "not vllm" \
 		tests/integration tests/simulation tests/attack tests/deploy tests/repo
 
-vllm: setup ## run the tests that need vLLM, in .venv-vllm; they are skipped where its packages cannot be had
+vllm: vllm-packages ## run the tests that need vLLM, in .venv-vllm; they are skipped where its packages cannot be had
 	@echo "== tests with vLLM"
-	@python=.venv-vllm/bin/python; scripts/venv_vllm.sh || { [[ $$? == 3 ]] || exit 1; python=$(BIN)/python; }; \
+	@python=.venv-vllm/bin/python; [[ -x $$python ]] || python=$(BIN)/python; \
 		scripts/run_tests.sh "$$python" vllm -n 2 --dist loadfile -m "vllm and not proof" tests/integration/services/target
 
 e2e: setup ## run the tests of whole stacks, with the default model, and while their parts fail
