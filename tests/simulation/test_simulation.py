@@ -49,6 +49,7 @@ ALLOWED_NOW = {
     "an owner told of an abort waits for its client while others claim the session": 10_003_907,
     "a session whose renewals no copy acknowledged expires by a fail-over": 12_048_970,
     "a finished session expires while its owner waits for a client that does not read": 14_004_070,
+    "an aborted session expires, and its client begins it anew, before the abort is confirmed": 18_085_546,
 }
 """The same, of today's draw."""
 MENDED_NOW = {"a request came after its client had gone on elsewhere, and took the session": 13_008_380}

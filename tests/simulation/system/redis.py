@@ -436,15 +436,17 @@ class SimStore(SessionStore):
     async def abort(self, session_id: str, principal: str, finish: bytes, latest_ms: int) -> None:
         call, began_s = current_call(), asyncio.get_running_loop().time()
 
-        def abort() -> bool:
+        def abort() -> tuple[bool, float]:
             was_live = not self._sessions.is_finished(session_id)
             at_once(self._sessions.abort(session_id, principal, finish, latest_ms))
             self._must_be_in_time("aborts a session", began_s)
             if was_live:
                 self._changes(call)
-            return was_live
+            return was_live, self._ledger.made_at[session_id]
 
-        if await self._redis.call(self._caller, abort, session_id):
+        was_live, made_at = await self._redis.call(self._caller, abort, session_id)
+        # Before copies confirm it, a step of the clock may expire it, and its client may begin it anew.
+        if was_live and made_at == self._ledger.made_at[session_id]:
             self._ledger.has_aborted(session_id)
 
     async def delete(self, session_id: str, principal: str, latest_ms: int) -> None:
