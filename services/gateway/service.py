@@ -385,7 +385,8 @@ def _streams(
     def ports_of(stored: StoredSession, session: Session) -> Ports:
         draft = DraftSession(drafts, stored.directory.draft, may_look_up=may_look_up)
         target = TargetSession(targets, session.answer.fingerprint or "", stored.directory.target, draft)
-        tally = None if keeper is None else keeper.tally(session.spec, draft)
+        begins = len(stored.tokens) == stored.prompt_len
+        tally = keeper.tally(session.spec, draft, begins=begins) if keeper is not None else None
         return Ports(draft, target, _CLOCK, tally)
 
     return Streams(

@@ -107,11 +107,12 @@ class VersionKeeper:
         """Return the version that a session is given; empty for one that is given none by name."""
         return self.state.split.canary if self._drafts.is_canary(spec) else self.state.split.stable
 
-    def tally(self, spec: SessionSpec, draft: DraftSession) -> SessionTally | None:
-        """Return what counts a session that begins or goes on here; None without a trial.
+    def tally(self, spec: SessionSpec, draft: DraftSession, *, begins: bool) -> SessionTally | None:
+        """Return what counts a session that begins here, or None.
 
-        The session counts for the version that it is given, whichever serves it. One that requests no drafts
-        does not count. While no draft of the canary is available, none does, for either version.
+        The session counts for the version that it is given, whichever serves it. One that goes on here does
+        not count, however often it is resumed: its parts are alike, and it would weigh as many sessions. Nor
+        does one that requests no drafts, or any without a trial or while no draft of the canary is available.
         """
         canary = self.state.split.canary
         if not canary or not spec.k or not self._drafts.serves(canary):
@@ -120,7 +121,8 @@ class VersionKeeper:
         request_observer().event(
             names.DRAFT_ASSIGNED, {names.DRAFT_VERSION: version, names.IS_CANARY: version == canary}
         )
-        return SessionTally(draft, spec.tenant_salt, partial(self._count, version, self.state.trial))
+        report = partial(self._count, version, self.state.trial)
+        return SessionTally(draft, spec.tenant_salt, report) if begins else None
 
     async def turn(self) -> None:
         """Follow the store once: take over its state, give it counts, begin or end a trial if it is due."""

@@ -141,7 +141,7 @@ class SimGateway:
         spec, is_new = session.spec, stored.ownership.epoch == 1
         is_canary = keeper.state.split.is_canary(spec.session_id, spec.tenant_salt, spec.workload)
         seen.gave(spec.session_id, keeper.state, is_canary=is_canary, is_new=is_new)
-        return keeper.tally(spec, draft)
+        return keeper.tally(spec, draft, begins=len(stored.tokens) == stored.prompt_len)
 
     def _serve(self) -> None:
         tokenizer: Any = Letters()

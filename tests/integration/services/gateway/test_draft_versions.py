@@ -134,6 +134,26 @@ async def test_all_gateways_give_a_session_to_the_same_version(versions: Version
     assert number(versions.registries[0], catalogue.DRAFT_VERSION_SHARE, "new") == 0.5
 
 
+async def test_a_session_counts_once_however_often_it_is_resumed(versions: Versions) -> None:
+    gateways = [await versions.gateway() for _ in range(2)]
+    await versions.begin()
+    versions.world.target.gate.close()
+    received, stream = Received(), gateways[0].generate(speculation=FIXED, max_tokens=120)
+    for turn in range(1, 5):
+        versions.world.target.gate.permit(1)
+        await received.listen(stream, until=len(received.tokens) + 1)
+        stream.cancel()
+        await gateways[(turn - 1) % 2].idle()
+        stream = gateways[turn % 2].client.resume_stream(stream)
+    versions.world.target.gate.open()
+    must_be_true(await received.listen(stream), 120)
+
+    for gateway in gateways:
+        await gateway.idle()
+    await versions.turn()
+    assert sum((await versions.counted()).values()) <= 1
+
+
 async def test_a_trace_names_the_version_that_a_session_is_given(versions: Versions) -> None:
     kept = KeptSpans()
     gateway = await versions.world.gateway_of(kept.parts(), draft="", pool=versions.pool)

@@ -100,7 +100,7 @@ def _sessions(keeper: VersionKeeper, drafts: DraftPool, number: int, salt: bytes
     given = []
     for index in range(number):
         spec = replace(SPEC, session_id=f"session-{index}", k=4, tenant_salt=salt)
-        tally = keeper.tally(spec, DraftSession(drafts))
+        tally = keeper.tally(spec, DraftSession(drafts), begins=True)
         if tally is not None:
             tally.add(_round())
             tally.stop(SpeculationStats())
@@ -151,8 +151,8 @@ async def test_a_session_that_requests_no_drafts_does_not_count(
 ) -> None:
     await _begin(store, keeper)
 
-    assert keeper.tally(replace(SPEC, k=0), DraftSession(drafts)) is None
-    assert keeper.tally(replace(SPEC, k=1), DraftSession(drafts)) is not None
+    assert keeper.tally(replace(SPEC, k=0), DraftSession(drafts), begins=True) is None
+    assert keeper.tally(replace(SPEC, k=1), DraftSession(drafts), begins=True) is not None
 
 
 async def test_the_counts_of_a_session_are_those_of_its_rounds() -> None:
