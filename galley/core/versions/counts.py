@@ -3,6 +3,11 @@
 A session is the unit: its tokens are alike, so that tokens do not count as independent. Each ratio is one of
 two sums over sessions, and its standard error is that of a ratio estimator by the delta method (Cochran 1977,
 "Sampling Techniques", section 6.4). The sums of squares and products that this needs are kept too.
+
+A ratio of sums is mostly that of the sessions with most of the divisor. Beside one long session, others say
+next to nothing, and sessions without the divisor nothing. So what counts as the number of sessions is Kish's
+effective sample size, (sum x)² / sum x²: the number of equal sessions that would say as much (Kish 1965,
+"Survey Sampling", section 8.2).
 """
 
 from __future__ import annotations
@@ -16,11 +21,11 @@ _MS = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A ratio, its standard error, and the number of sessions that it is of."""
+    """A ratio, its standard error, and the effective number of sessions that it is of."""
 
     value: float
     error: float
-    sessions: int
+    sessions: float
 
     def interval(self, z: float) -> tuple[float, float]:
         """Return the bounds at `z` standard errors; with few sessions they are wider (`widened`)."""
@@ -43,7 +48,12 @@ def difference(one: Estimate, other: Estimate) -> Estimate:
     return Estimate(one.value - other.value, error, fewer)
 
 
-def widened(z: float, freedom: int) -> float:
+def effective(total: float, total_sq: float) -> float:
+    """Return the effective number of sessions whose divisors, and the squares of these, have such sums."""
+    return round(total * total / total_sq, 6)
+
+
+def widened(z: float, freedom: float) -> float:
     """Return the quantile of Student's t that `z` is of the normal distribution, with `freedom` >= 1.
 
     It is the expansion of Cornish and Fisher (Abramowitz and Stegun 26.7.5) to its second term.
@@ -127,7 +137,7 @@ class VersionCounts:
         """Return the ratio of the sums `y` and `x`; 0 if `x` is 0."""
         if x <= 0:
             return Estimate(0.0, 0.0, 0)
-        ratio, n = y / x, self.sessions
+        ratio, n = y / x, effective(x, x_sq)
         if n < 2:
             return Estimate(ratio, math.inf, n)
         residual = max(0.0, y_sq - 2 * ratio * product + ratio * ratio * x_sq)

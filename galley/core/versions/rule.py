@@ -17,7 +17,8 @@ yet.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from galley.core.versions.counts import Estimate, VersionCounts, difference
 from galley.core.versions.split import Split
@@ -39,11 +40,11 @@ class Rule:
     """The bounds of a trial.
 
     The canary can be promoted after `tokens` output tokens, and after `draw` times as many without a decision
-    it is rolled back. Nothing is decided before each arm has `min_sessions`. `z` is of comparisons over all
-    sessions. Those within a group of principals end a trial by `group_z`, and put a promotion off by
-    `doubt_z`. `failure_margin` is the share of failed requests, `speed_margin` the part of the stable
-    versions' speed-up, and `group_margin` the share of the output tokens of a group, by which a canary may be
-    worse.
+    it is rolled back. No ratio decides before each arm has `min_sessions` effective sessions of it. `z` is of
+    comparisons over all sessions. Those within a group of principals end a trial by `group_z`, and put a
+    promotion off by `doubt_z`. `failure_margin` is the share of failed requests, `speed_margin` the part of
+    the stable versions' speed-up, and `group_margin` the share of the output tokens of a group, by which a
+    canary may be worse.
     """
 
     tokens: int = DEFAULT_TRIAL_TOKENS
@@ -71,7 +72,7 @@ def decide(split: Split, stable: VersionCounts, canary: VersionCounts, rule: Rul
     if sessions < rule.min_sessions:
         return Decision(Outcome.KEEP, f"{sessions} of {rule.min_sessions} sessions in the smaller arm")
     gains = f"gain {_compared(canary.gain, stable.gain)}"
-    failures = difference(canary.failure_rate, stable.failure_rate)
+    failures = _difference(canary.failure_rate, stable.failure_rate, rule.min_sessions)
     if failures.interval(rule.z)[0] > rule.failure_margin:
         return _roll_back(f"more failures: {_compared(canary.failure_rate, stable.failure_rate)}")
     if split.by != "session":
@@ -81,12 +82,12 @@ def decide(split: Split, stable: VersionCounts, canary: VersionCounts, rule: Rul
 
 def _decide_alike(stable: VersionCounts, canary: VersionCounts, rule: Rule, gains: str) -> Decision:
     """Decide between arms of the same traffic."""
-    gain_low, gain_high = difference(canary.gain, stable.gain).interval(rule.z)
+    gain_low, gain_high = _difference(canary.gain, stable.gain, rule.min_sessions).interval(rule.z)
     if gain_high < 0:
         return _roll_back(f"worse: {gains}")
     if worse := _worse_of_group(stable, canary, rule, rule.group_z, rule.min_sessions):
         return _roll_back(f"worse for some principals: gain {worse}")
-    speed_high = difference(canary.speed_up, stable.speed_up).interval(rule.z)[1]
+    speed_high = _difference(canary.speed_up, stable.speed_up, rule.min_sessions).interval(rule.z)[1]
     if speed_high < -rule.speed_margin * stable.speed_up.value:
         return _roll_back(f"slower: speed-up {_compared(canary.speed_up, stable.speed_up)}; {gains}")
     if canary.output_tokens < rule.tokens:
@@ -107,23 +108,28 @@ def _worse_of_group(
     """Return the gains of a group of principals for whom the canary is worse at `z`, empty if none is."""
     for group, its in canary.groups.items():
         beside = stable.groups.get(group, VersionCounts())
-        if min(its.sessions, beside.sessions) < fewest_sessions:
-            continue
-        if difference(its.gain, beside.gain).interval(z)[1] < -rule.group_margin:
+        if _difference(its.gain, beside.gain, fewest_sessions).interval(z)[1] < -rule.group_margin:
             return f"{_compared(its.gain, beside.gain)} in group {group}"
     return ""
 
 
+def _difference(canary: Estimate, stable: Estimate, fewest_sessions: int) -> Estimate:
+    """Return the difference of two ratios, with an infinite error if one is of fewer effective sessions."""
+    found = difference(canary, stable)
+    return found if found.sessions >= fewest_sessions else replace(found, error=math.inf)
+
+
 def _fails(canary: VersionCounts, rule: Rule) -> bool:
-    low = canary.failure_rate.interval(rule.z)[0]
-    return canary.sessions >= rule.min_sessions and low > rule.failure_margin
+    rate = canary.failure_rate
+    return rate.sessions >= rule.min_sessions and rate.interval(rule.z)[0] > rule.failure_margin
 
 
 def _decide_unlike(
     split: Split, stable: VersionCounts, canary: VersionCounts, rule: Rule, gains: str
 ) -> Decision:
     """Decide between arms of unlike traffic."""
-    if canary.gain.interval(rule.z)[1] < stable.gain.interval(rule.z)[0] / 2:
+    enough = min(canary.gain.sessions, stable.gain.sessions) >= rule.min_sessions
+    if enough and canary.gain.interval(rule.z)[1] < stable.gain.interval(rule.z)[0] / 2:
         return _roll_back(f"less than half: {gains}")
     return Decision(Outcome.KEEP, f"each {split.by} is drawn, so that people decide; {gains}")
 
@@ -135,5 +141,5 @@ def _roll_back(reason: str, outcome: Outcome = Outcome.ROLL_BACK) -> Decision:
 def _compared(canary: Estimate, stable: Estimate) -> str:
     return (
         f"{canary.value:.3f} ± {canary.error:.3f} against {stable.value:.3f} ± {stable.error:.3f} "
-        f"({canary.sessions} and {stable.sessions} sessions)"
+        f"({canary.sessions:.0f} and {stable.sessions:.0f} effective sessions)"
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from galley.core.versions.counts import Estimate
+from galley.core.versions.counts import Estimate, effective
 from galley.distill.data.corpus import Corpus
 from galley.distill.training.evaluation import Bools
 
@@ -47,7 +47,7 @@ class Comparison:
         """Return why the new draft is not to be offered; empty: it is better."""
         sessions = self.all.difference.sessions
         if sessions < FEWEST_SESSIONS:
-            return f"{sessions} of {FEWEST_SESSIONS} held-out sessions"
+            return f"{sessions:.1f} of {FEWEST_SESSIONS} effective held-out sessions"
         if self.all.difference.interval(_Z)[0] <= 0:
             return f"not better: {self.all}"
         for name, part in self.parts.items():
@@ -77,13 +77,14 @@ def paired(before: NDArray[np.int64], after: NDArray[np.int64], tokens: NDArray[
 
     The difference is a ratio of sums over sessions (Cochran 1977, "Sampling Techniques", section 6.4).
     """
-    total, count = int(tokens.sum()), len(tokens)
+    total = int(tokens.sum())
     if not total:
         return Measured(0.0, 0.0, Estimate(0.0, math.inf, 0))
+    count = effective(total, int((tokens**2).sum()))
     gained = after - before
     ratio = float(gained.sum()) / total
     error = math.inf
-    if count > 1:
+    if count >= 2:
         residual = float(((gained - ratio * tokens) ** 2).sum())
         error = math.sqrt(residual * count / (count - 1)) / total
     estimate = Estimate(ratio, error, count)

@@ -304,7 +304,7 @@ def _figures(comparison: Comparison) -> dict[str, Any]:
 def _measured(part: Measured) -> dict[str, Any]:
     error = part.difference.error
     return {
-        "sessions": part.difference.sessions,
+        "sessions": round(part.difference.sessions, 1),
         "present": round(part.present, 4),
         "new": round(part.new, 4),
         "difference": round(part.difference.value, 4),

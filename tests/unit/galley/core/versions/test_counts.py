@@ -41,15 +41,15 @@ def test_every_ratio_has_its_own_sums() -> None:
 
 
 def test_the_gain_of_each_group_of_principals_has_its_own_sums() -> None:
-    counts = session_counts(output_tokens=100, accepted=20, failures=1).of_group(3)
-    counts += session_counts(output_tokens=300, accepted=240).of_group(3)
+    counts = session_counts(output_tokens=200, accepted=20, failures=1).of_group(3)
+    counts += session_counts(output_tokens=200, accepted=140).of_group(3)
     counts += session_counts(output_tokens=50, accepted=1).of_group(0)
     counts += session_counts(output_tokens=50, accepted=1)
 
     assert counts.sessions == 4
     assert {group: its.sessions for group, its in counts.groups.items()} == {3: 2, 0: 1}
     gain = counts.groups[3].gain
-    assert (gain.value, gain.error, gain.sessions) == pytest.approx((260 / 400, 0.225, 2))
+    assert (gain.value, gain.error, gain.sessions) == pytest.approx((160 / 400, 0.3, 2))
 
 
 def test_the_error_is_that_of_repeated_samples() -> None:
@@ -66,6 +66,18 @@ def test_nothing_is_known_of_no_sessions_and_of_one() -> None:
     assert VersionCounts().gain == Estimate(0.0, 0.0, 0)
     assert VersionCounts().gain.interval(3) == (-math.inf, math.inf)
     assert session_counts(output_tokens=9, accepted=9).gain.interval(3) == (-math.inf, math.inf)
+
+
+def test_sessions_count_as_many_as_equal_ones_that_would_say_as_much() -> None:
+    equal, unlike = VersionCounts(), session_counts(output_tokens=2_000, accepted=900, round_ns=10**9)
+    for _ in range(12):
+        equal += session_counts(output_tokens=50, accepted=9)
+        unlike += session_counts(output_tokens=1, accepted=0)
+
+    assert equal.gain.sessions == pytest.approx(12)
+    assert unlike.gain.sessions == pytest.approx(2_012**2 / (2_000**2 + 12))
+    assert unlike.gain.interval(3) == (-math.inf, math.inf)
+    assert unlike.speed_up.sessions == 1  # the others have no time
 
 
 def test_few_sessions_widen_an_interval_as_students_t_does() -> None:

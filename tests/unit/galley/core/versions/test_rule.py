@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from functools import reduce
+from operator import add
 
 import pytest
 
@@ -176,3 +178,42 @@ def test_a_version_whose_rounds_all_read_prompts_is_judged_by_its_tokens() -> No
         canary += session_counts(output_tokens=tokens, accepted=tokens // 5)
 
     assert decide(SPLIT, stable, canary, RULE).outcome is Outcome.ROLL_BACK
+
+
+def _shorts(number: int) -> VersionCounts:
+    """Return sessions of one token: their only round read the prompt, so that none asked a draft."""
+    one = session_counts(output_tokens=1, accepted=0)
+    return reduce(add, [one] * number)
+
+
+def _long(tokens: int, gain: float, speed_up: float = 1.5, failures: int = 0) -> VersionCounts:
+    accepted, taken = round(gain * tokens), tokens * 10_000_000
+    return session_counts(
+        output_tokens=tokens,
+        accepted=accepted,
+        proposals=0 if failures else 20,
+        failures=failures,
+        round_ns=taken,
+        plain_ns=round(taken * speed_up),
+    )
+
+
+@pytest.mark.parametrize(
+    ("stable", "canary"),
+    [
+        (_long(200, 0.5), _long(200, 0.5, speed_up=1.4)),
+        (_long(200, 0.5), _long(200, 0.5, failures=1)),
+        (_long(200, 0.6), _long(200, 0.4)),
+        (_long(20_000, 0.5), _long(20_000, 0.6)),
+    ],
+    ids=["slower", "fails", "worse", "better"],
+)
+def test_one_long_session_among_short_ones_decides_nothing(
+    stable: VersionCounts, canary: VersionCounts
+) -> None:
+    decision = decide(SPLIT, stable + _shorts(8), canary + _shorts(8), RULE)
+
+    assert decision.outcome is Outcome.KEEP
+    # The same said by eight sessions of each does.
+    eight = decide(SPLIT, reduce(add, [stable] * 8), reduce(add, [canary] * 8), RULE)
+    assert eight.outcome is not Outcome.KEEP
