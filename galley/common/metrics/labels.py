@@ -109,7 +109,7 @@ COMPARED = Label(
 VERDICT = Label(
     "verdict",
     "`damaged`: the stored session does not agree with its hash; `not_compared`: no target of its build "
-    "is up",
+    "is up, or those failed",
     values=tuple(verdict.value for verdict in Verdict),
 )
 SKIPPED = Label(

@@ -26,7 +26,7 @@ from galley.core.audit import AuditCounts, AuditReport, Verdict
 from galley.core.errors import GalleyError, LogLost, StoreUnavailable, TargetUnavailable, UnknownSession
 from galley.core.routing.choice import HashedTokens, RoutingRequest
 from galley.core.session import events as ev
-from galley.core.session.events import Clock
+from galley.core.session.events import Clock, VerifyEvent
 from galley.core.session.machine import Session
 from galley.core.store import SessionStore, StoredSession
 from services.gateway.audit.logged_answer import LoggedAnswer, logged_answer
@@ -36,6 +36,7 @@ from services.gateway.audit.verification import AuditedReplica, audited_spec, is
 from services.gateway.clock import MILLISECOND, SECOND
 from services.gateway.replicas.targets import TargetPool, TargetReplica
 from services.gateway.telemetry.audit_metrics import AuditMetrics, Skipped
+from services.gateway.telemetry.call import VALUE
 
 MAX_WAITING = 1000
 """Finished sessions that wait for their audit; the oldest are dropped."""
@@ -119,6 +120,9 @@ class _Run:
         self.replica = AuditedReplica(target, self._spec, tools.verify_ns)
         self._failed: set[str] = set()
         self._failures = 0
+        self._is_given_up = False
+        self.problem = ""
+        """Why the latest request that failed did so."""
 
     async def step(self, *, only_while_idle: bool) -> bool:
         """Have the replica compute one chunk. Return False if it should not go on at once.
@@ -142,6 +146,7 @@ class _Run:
         if response is None:
             return False
         self._failures += 1
+        self.problem = _problem_of(response)
         if isinstance(response, ev.CacheMissed):
             self.replay.miss(response)
             return True
@@ -150,7 +155,7 @@ class _Run:
 
     @property
     def is_over(self) -> bool:
-        return self.replay.is_done or self.has_failed
+        return self.replay.is_done or self.has_failed or self._is_given_up
 
     @property
     def has_failed(self) -> bool:
@@ -168,7 +173,7 @@ class _Run:
 
     def give_up(self) -> None:
         """Compare no further tokens: no replica of the build is left."""
-        self._failures = _MAX_FAILURES + 1
+        self._is_given_up = True
 
     def report(self, session_id: str) -> AuditReport:
         replay, target = self.replay, self.replica.target
@@ -234,7 +239,7 @@ class Auditor:
                 await asyncio.sleep(_RETRY_S)
         report = run.report(session_id)
         if run.has_failed and not report.compared:
-            raise TargetUnavailable(self._tools.targets.problem)
+            raise TargetUnavailable(f"no verdict from the target: {run.problem}")
         return await self._note(report, run.compute_ns)
 
     async def damaged(self, session_id: str) -> AuditReport:
@@ -398,7 +403,10 @@ class Auditor:
         await run.replay.prepare()
         while not run.is_over and run.compute_ns < _MOST_NS:
             await self._take_turn(session_id, run)
-        if not run.is_over:
+        if run.has_failed:
+            _log.warning("audit failed", session_id=session_id, error=run.problem)
+            self._skip("failed")
+        elif not run.is_over:
             self._skip("long")
         return run.report(session_id), run.compute_ns
 
@@ -523,6 +531,15 @@ def routing(spec: SessionSpec, fingerprint: str) -> RoutingRequest:
     return RoutingRequest(
         HashedTokens(()), spec.max_position, fingerprint, None, spec.lora, spec.session_id, spec.grammar
     )
+
+
+def _problem_of(response: VerifyEvent) -> str:
+    """Return why a response brings no tokens, without the part of it that repeats a value."""
+    if isinstance(response, ev.Failed):
+        return response.message.partition(VALUE)[0]
+    if isinstance(response, ev.CacheMissed):
+        return "the target does not keep the tokens of the audit"
+    return "the response is of another build or position"
 
 
 def _not_compared(answer: LoggedAnswer, session_id: str) -> AuditReport:

@@ -80,7 +80,7 @@ class AuditedReplica:
             return ev.Failed(request.request_id, "no response in time")
         except (grpc.aio.AioRpcError, GalleyError) as error:
             self.target.client.lost()
-            return ev.Failed(request.request_id, str(error))
+            return ev.Failed(request.request_id, messages.problem_of(error))
         return messages.verify_event(request.request_id, answer)
 
     async def verify_while_idle(self, request: ev.Verify) -> VerifyEvent | None:

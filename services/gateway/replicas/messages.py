@@ -215,11 +215,18 @@ def _sources(result: pb.ProposeResult, strategy: str) -> tuple[str, ...]:
 
 def failed_event(request_id: int, error: Exception, span: CallSpan) -> ev.Failed:
     """Return the event of a request whose stream broke, and set the status of its span."""
-    if not isinstance(error, grpc.aio.AioRpcError):
+    if isinstance(error, grpc.aio.AioRpcError):
+        span.failed(error.code().name.lower())
+    else:
         span.failed(error_type(error))
-        return ev.Failed(request_id, str(error))
-    span.failed(error.code().name.lower())
-    return ev.Failed(request_id, f"{error.code().name}: {error.details()}")
+    return ev.Failed(request_id, problem_of(error))
+
+
+def problem_of(error: Exception) -> str:
+    """Return what an error of a request says, in one line."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error)
 
 
 def broken_event(request_id: int, error: Exception) -> ev.Failed:

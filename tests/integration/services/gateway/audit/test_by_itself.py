@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from itertools import count
 from typing import Any, cast
 
+import grpc
 import pytest
 from structlog.testing import capture_logs
 
@@ -248,6 +249,21 @@ async def test_a_session_that_is_gone_is_dropped(
     await done(it)
     assert len({call.slice.session_id for call in audits(world)}) == 2
     assert it.number(catalogue.AUDIT_SKIPPED, "expired") == 1
+
+
+async def test_an_audit_that_its_target_fails_is_counted_and_says_why(
+    world: World, records: AuditRecords
+) -> None:
+    it = await auditing(world)
+    world.target.queue_depth = 1
+    session_id = await finish(it.gateway)
+    world.target.item_failure = grpc.StatusCode.INTERNAL
+    with capture_logs() as logged:
+        world.target.queue_depth = 0
+        await done(it)
+    assert it.number(catalogue.AUDIT_SKIPPED, "failed") == 1
+    [line] = [line for line in logged if line["event"] == "audit failed"]
+    assert (line["session_id"], line["error"]) == (session_id, "the logits are not numbers")
 
 
 async def test_an_audit_whose_turn_fails_is_made_later(

@@ -159,7 +159,9 @@ async def test_a_target_that_fails_is_not_a_difference(world: World) -> None:
     world.target.fail(grpc.StatusCode.UNAVAILABLE, 2)
     assert (await gateway.client.audit(session_id)).verdict is Verdict.SAME
     world.target.item_failure = grpc.StatusCode.INTERNAL
-    assert (await refused(gateway.client.audit(session_id))).code is grpc.StatusCode.UNAVAILABLE
+    error = await refused(gateway.client.audit(session_id))
+    assert error.code is grpc.StatusCode.UNAVAILABLE
+    assert error.message == "no verdict from the target: the logits are not numbers"
 
 
 async def test_an_aborted_session_is_audited_as_far_as_it_came(world: World) -> None:
