@@ -127,12 +127,14 @@ class _Run:
     async def step(self, *, only_while_idle: bool) -> bool:
         """Have the replica compute one chunk. Return False if it should not go on at once.
 
-        It failed, so the next chunk goes elsewhere if possible, or sessions have come.
+        It failed, so the next chunk goes elsewhere if possible, or sessions have come, or its time is over.
         """
         request, began_ns = self.replay.request(), self._tools.clock.now_ns()
-        verify = self.replica.verify_while_idle if only_while_idle else self.replica.verify
         try:
-            response = await verify(request)
+            if only_while_idle:
+                response = await self.replica.verify_while_idle(request, _MOST_NS - self.compute_ns)
+            else:
+                response = await self.replica.verify(request)
         except asyncio.CancelledError:
             self.compute_ns += self._tools.clock.now_ns() - began_ns
             raise

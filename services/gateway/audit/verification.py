@@ -83,17 +83,20 @@ class AuditedReplica:
             return ev.Failed(request.request_id, messages.problem_of(error))
         return messages.verify_event(request.request_id, answer)
 
-    async def verify_while_idle(self, request: ev.Verify) -> VerifyEvent | None:
-        """Return the response, or None once a session of this gateway has come: it need not wait.
+    async def verify_while_idle(self, request: ev.Verify, most_ns: int) -> VerifyEvent | None:
+        """Return the response, or None after `most_ns`, or once a session of this gateway has come.
 
-        The replica keeps the KV that it has computed by then.
+        So a session need not wait. The replica keeps the KV that it has computed by then.
         """
         work = asyncio.create_task(self.verify(request))
         try:
-            while not self.target.open_requests:
-                done, _ = await asyncio.wait([work], timeout=_LOOK_S)
-                if done:
-                    return work.result()
-            return None
+            async with asyncio.timeout(most_ns / SECOND):
+                while not self.target.open_requests:
+                    done, _ = await asyncio.wait([work], timeout=_LOOK_S)
+                    if done:
+                        return work.result()
+        except TimeoutError:
+            pass
         finally:
             work.cancel()
+        return None

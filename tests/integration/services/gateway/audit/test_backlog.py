@@ -10,11 +10,14 @@ from structlog.testing import capture_logs
 
 from galley.common.metrics import catalogue
 from galley.core.errors import StoreUnavailable
+from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.audit import auditor
 from services.gateway.audit.records import AuditRecords
+from services.gateway.clock import SECOND
 from tests.fakes.fleet import Fleet
 from tests.fakes.redis_clusters import until
 from tests.fakes.replicas import FakeTarget
+from tests.fakes.waiting import PATIENCE_S
 from tests.fakes.world import MAX_TOKENS, PROMPT_TOKENS, World
 from tests.integration.services.gateway.audit.test_by_itself import (
     auditing,
@@ -167,16 +170,42 @@ async def test_sessions_beyond_the_backlog_are_counted(
     assert skipped + it.number(catalogue.AUDIT_SESSIONS, "same") == sessions
 
 
-async def test_a_long_session_is_audited_in_part(
-    world: World, records: AuditRecords, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_long_session_is_audited_in_part(world: World, records: AuditRecords) -> None:
     """Its target would otherwise rest for hours."""
-    monkeypatch.setattr(auditor, "_MOST_NS", 1)
-    monkeypatch.setattr(auditor, "_TURN_NS", 1)
+
+    def take_long(result: pb.VerifyResult) -> None:
+        result.timing.compute_ns = auditor._MOST_NS
+
     it = await auditing(world)
+    world.target.queue_depth = 1
     await finish(it.gateway)
+    world.target.spoil = take_long
+    world.target.queue_depth = 0
     await done(it)
     assert len(audits(world)) == 1
     assert it.number(catalogue.AUDIT_SESSIONS, "same") == 1
     assert 0 < (await records.counts()).tokens < MAX_TOKENS
     assert it.number(catalogue.AUDIT_SKIPPED, "long") == 1
+
+
+async def test_a_request_without_a_response_ends_the_audit_at_its_limit(
+    world: World, records: AuditRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its target rests for 99 times as long, and not for 99 times the timeout of requests."""
+    most_ns = SECOND // 10
+    monkeypatch.setattr(auditor, "_MOST_NS", most_ns)
+    ended, end_turn = [], AuditRecords.end_turn
+
+    async def noting(self: AuditRecords, address: str, compute_ns: int) -> None:
+        ended.append(compute_ns)
+        await end_turn(self, address, compute_ns)
+
+    monkeypatch.setattr(AuditRecords, "end_turn", noting)
+    it = await auditing(world)
+    world.target.gate.close_after(MAX_TOKENS)
+    await finish(it.gateway)
+    await done(it)
+    await world.target.was_cancelled()
+    assert it.number(catalogue.AUDIT_SKIPPED, "long") == 1
+    [compute_ns] = ended
+    assert most_ns <= compute_ns < PATIENCE_S * SECOND
