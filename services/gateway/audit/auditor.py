@@ -3,8 +3,8 @@
 Those of clients run at once, at the lowest priority. Those that the gateway makes by itself are of a share of
 the finished sessions. At each target they run one at a time, only while it has no other request, and take at
 most `MOST_SHARE` of its time, over all gateways. A session waits until a target of its build is idle and has
-rested; it is read then. One that expires first is counted as skipped. An audit changes nothing of a session,
-and never fails one.
+rested; it is read then, and again before each turn of a target. One that expires or is deleted first is
+counted as skipped. An audit changes nothing of a session, and never fails one.
 """
 
 from __future__ import annotations
@@ -388,14 +388,16 @@ class Auditor:
 
         None: it waits for a target that suits it better.
         """
-        session_id = drawn.session_id
         try:
-            answer = await logged_answer(await self._tools.store.read(session_id, drawn.principal))
+            return await self._compare(drawn, target)
         except LogLost:
-            return AuditReport(session_id, Verdict.DAMAGED), 0
+            return AuditReport(drawn.session_id, Verdict.DAMAGED), 0
+
+    async def _compare(self, drawn: _Drawn, target: TargetReplica | None) -> tuple[AuditReport, int] | None:
+        answer = await logged_answer(await self._tools.store.read(drawn.session_id, drawn.principal))
         first = choose_first(self._tools.targets, answer)
         if first is None:
-            return _not_compared(answer, session_id), 0
+            return _not_compared(answer, drawn.session_id), 0
         is_served = target is not None and target.address == answer.replica != first.address
         if target is None or target.fingerprint != first.fingerprint or is_served:
             build = routing(answer.spec, first.fingerprint)
@@ -403,20 +405,29 @@ class Auditor:
             return None
         run = _Run(self._tools, answer, target)
         await run.replay.prepare()
-        while not run.is_over and run.compute_ns < _MOST_NS:
-            await self._take_turn(session_id, run)
+        if reason := await self._take_turns(drawn, run):
+            self._skip(reason)
+        return run.report(drawn.session_id), run.compute_ns
+
+    async def _take_turns(self, drawn: _Drawn, run: _Run) -> Skipped | None:
+        """Have targets compute until the audit ends; return why it did so before the answer's end."""
+        try:
+            while not run.is_over and run.compute_ns < _MOST_NS:
+                await self._take_turn(drawn, run)
+        except UnknownSession:
+            if not run.replay.compared:
+                raise
+            return "expired"
         if run.has_failed:
-            _log.warning("audit failed", session_id=session_id, error=run.problem)
-            self._skip("failed")
-        elif not run.is_over:
-            self._skip("long")
-        return run.report(session_id), run.compute_ns
+            _log.warning("audit failed", session_id=drawn.session_id, error=run.problem)
+            return "failed"
+        return None if run.is_over else "long"
 
     def _skip(self, reason: Skipped, sessions: int = 1) -> None:
         if self._tools.metrics is not None:
             self._tools.metrics.skipped(reason, sessions)
 
-    async def _take_turn(self, session_id: str, run: _Run) -> None:
+    async def _take_turn(self, drawn: _Drawn, run: _Run) -> None:
         """Have the target compute for a turn, while it is idle, or wait until it may be."""
         target = run.replica.target
         if not (target.is_accepted and target.is_up) and not run.move():
@@ -428,27 +439,33 @@ class Auditor:
             return
         self._turns.add(address)
         try:
-            await self._compute(session_id, run, replica)
+            await self._compute(drawn, run, replica)
         finally:
             self._turns.remove(address)
 
-    async def _compute(self, session_id: str, run: _Run, replica: AuditedReplica) -> None:
-        """Have an idle target compute for a turn, or wait for the turn."""
-        address = replica.target.address
+    async def _compute(self, drawn: _Drawn, run: _Run, replica: AuditedReplica) -> None:
+        """Have an idle target compute for a turn, or wait for the turn.
+
+        Raise UnknownSession for a session that was deleted or has expired meanwhile: it goes to no target.
+        """
+        session_id, address = drawn.session_id, replica.target.address
         try:
             wait_ms = await self._tools.records.begin_turn(address)
         except StoreUnavailable as error:  # not raised: the run keeps what it has compared
             await self._delay(session_id, error)
             return
-        self._is_delayed = False
         if wait_ms:
             await asyncio.sleep(min(wait_ms / 1000, _LONGEST_REST_S))
             return
         before_ns = run.compute_ns
         try:
+            await self._tools.store.read(session_id, drawn.principal)
+            self._is_delayed = False
             while not run.is_over and run.compute_ns - before_ns < _TURN_NS:
                 if not await run.step(only_while_idle=True) or not await is_idle(replica.target):
                     break
+        except StoreUnavailable as error:
+            await self._delay(session_id, error)
         finally:
             await self._end_turn(session_id, address, run.compute_ns - before_ns)
 

@@ -15,10 +15,12 @@ from galley.common.metrics import catalogue
 from galley.common.redis.calls import RedisCalls, Script
 from galley.core.audit import AUDIT_PRIORITY
 from galley.core.errors import StoreUnavailable
+from galley.core.store import StoredSession
 from services.gateway.audit import auditor
 from services.gateway.audit import records as stored
 from services.gateway.audit.auditor import is_drawn
 from services.gateway.audit.records import AuditRecords
+from services.gateway.store.redis import RedisStore
 from tests.fakes.changed_logs import change
 from tests.fakes.http_client import http_client
 from tests.fakes.redis_clusters import until
@@ -249,6 +251,53 @@ async def test_a_session_that_is_gone_is_dropped(
     await done(it)
     assert len({call.slice.session_id for call in audits(world)}) == 2
     assert it.number(catalogue.AUDIT_SKIPPED, "expired") == 1
+
+
+async def test_an_audit_ends_once_its_session_is_gone(
+    world: World, records: AuditRecords, shared_store: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is deleted while its target rests."""
+    monkeypatch.setattr(auditor, "_TURN_NS", 1)
+    stored_ids, end_turn = [], AuditRecords.end_turn
+
+    async def deleting(self: AuditRecords, address: str, compute_ns: int) -> None:
+        async with shared_store.raw() as raw:
+            while stored_ids:
+                await change(raw, stored_ids.pop(), "the session is gone")
+        await end_turn(self, address, compute_ns)
+
+    monkeypatch.setattr(AuditRecords, "end_turn", deleting)
+    it = await auditing(world)
+    world.target.queue_depth = 1
+    stored_ids.append(await finish(it.gateway))
+    world.target.queue_depth = 0
+    await done(it)
+    assert len(audits(world)) == 1
+    assert it.number(catalogue.AUDIT_SKIPPED, "expired") == 1
+    assert 0 < (await records.counts()).tokens < MAX_TOKENS
+
+
+async def test_an_audit_goes_on_after_its_session_could_not_be_read(
+    world: World, records: AuditRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auditor, "_TURN_NS", 1)
+    read, numbers = RedisStore.read, count()
+
+    async def failing(self: RedisStore, session_id: str, principal: str) -> StoredSession:
+        if next(numbers) in {1, 2}:
+            raise StoreUnavailable("redis")
+        return await read(self, session_id, principal)
+
+    it = await auditing(world)
+    world.target.queue_depth = 1
+    await finish(it.gateway)
+    monkeypatch.setattr(RedisStore, "read", failing)
+    with capture_logs() as logged:
+        world.target.queue_depth = 0
+        await audited(records, 1)
+        await done(it)
+    assert (await records.counts()).tokens == MAX_TOKENS
+    assert [line["event"] for line in logged if line["log_level"] == "warning"] == ["audit delayed"]
 
 
 async def test_an_audit_that_its_target_fails_is_counted_and_says_why(
