@@ -51,6 +51,10 @@ class MemoryVersions:
         self._call("counts")
         return {name: self.sums.get(name, VersionCounts()) for name in of}
 
+    async def history(self) -> list[VersionEvent]:
+        self._call("history")
+        return self.events[::-1]
+
     async def close(self) -> None:
         pass
 

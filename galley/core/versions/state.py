@@ -47,7 +47,10 @@ class VersionState:
 
 @dataclass(frozen=True, slots=True)
 class VersionEvent:
-    """A change of the state; `author` is a person's name, "rule" or the like. `restore` names no version."""
+    """A change of the state; `author` is a person's name, "rule" or the like. `restore` names no version.
+
+    By its `nonce` a gateway knows its own change from the same one by another gateway.
+    """
 
     kind: EventKind
     version: str
@@ -56,6 +59,7 @@ class VersionEvent:
     share: float = 0.0
     at_ms: int = 0
     epoch: int = 0
+    nonce: str = ""
 
 
 Change: TypeAlias = tuple[VersionState, VersionEvent]

@@ -9,8 +9,10 @@ If Redis has lost the state, a gateway that knows it gives it back.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -52,6 +54,8 @@ _ENDINGS: Mapping[Outcome, Ending] = {
     Outcome.NO_GAIN: "no_gain",
 }
 
+_NONCE_BYTES = 8
+
 _log = get_logger(__name__)
 
 
@@ -65,6 +69,8 @@ class VersionStore(Protocol):
     async def add(self, version: str, counts: VersionCounts, trial: int) -> bool: ...
 
     async def counts(self, of: Collection[str]) -> Mapping[str, VersionCounts]: ...
+
+    async def history(self) -> list[VersionEvent]: ...
 
     async def close(self) -> None: ...
 
@@ -91,7 +97,7 @@ class VersionKeeper:
         self._earlier_trial: int | None = None
         """The trial that the own one replaces; 0 for none, None until the store was read."""
         self._metrics = metrics
-        self._unconfirmed: tuple[VersionState, VersionEvent, Outcome] | None = None
+        self._unconfirmed: tuple[VersionEvent, Outcome] | None = None
         """The latest change by this gateway, until it is known whether the store has made it."""
         self._waiting: dict[tuple[str, int], VersionCounts] = {}
         """Counts that the store does not have, by version and trial."""
@@ -159,6 +165,7 @@ class VersionKeeper:
             # Whoever has changed a store since its loss knows better than this gateway.
             _log.warning("versions of drafts are older", epoch=state.epoch, known_epoch=self.state.epoch)
         self._use(state)
+        await self._confirm()
 
     async def _restore(self) -> None:
         """Give the store this gateway's state, unless another caller is first."""
@@ -171,7 +178,6 @@ class VersionKeeper:
         if state.split != before.split:
             self._drafts.use_split(state.split)
             _log.info("split of sessions changed", **_facts(state.split))
-        self._note_change(state)
 
     def _count(self, version: str, trial: int, counts: VersionCounts) -> None:
         if self._metrics is not None:
@@ -228,24 +234,26 @@ class VersionKeeper:
 
     async def _change(self, new: VersionState, event: VersionEvent, outcome: Outcome) -> None:
         """Change the state; if another caller was first, or the reply is lost, the next turn shows how."""
-        self._unconfirmed = new, event, outcome
-        if await self._store.change(self.state.epoch, new, event):
+        event = replace(event, nonce=secrets.token_hex(_NONCE_BYTES))
+        self._unconfirmed = event, outcome
+        is_made = await self._store.change(self.state.epoch, new, event)
+        self._unconfirmed = None
+        if is_made:
             self._use(new)
-        else:
-            self._unconfirmed = None
+            self._note_change(event, outcome)
 
-    def _note_change(self, state: VersionState) -> None:
-        """Log and count this gateway's latest change, if `state` of the store shows that it was made."""
+    async def _confirm(self) -> None:
+        """Note this gateway's latest change, if its reply was lost and the store has made it."""
         if self._unconfirmed is None:
             return
-        (new, event, outcome), self._unconfirmed = self._unconfirmed, None
-        is_made = (
-            state.trial == new.trial
-            if event.kind == "try"
-            else state.decided.get(event.version) == new.decided[event.version]
-        )
-        if state.epoch < new.epoch or not is_made:
-            return
+        event, outcome = self._unconfirmed
+        is_made = any(it.nonce == event.nonce for it in await self._store.history())
+        self._unconfirmed = None
+        if is_made:
+            self._note_change(event, outcome)
+
+    def _note_change(self, event: VersionEvent, outcome: Outcome) -> None:
+        """Log and count a change by this gateway."""
         facts = {"version": event.version, "reason": event.reason}
         if event.kind == "try":
             _log.info("trial of a draft began", share=event.share, **facts)

@@ -527,6 +527,9 @@ class SimVersions:
     async def counts(self, of: Collection[str]) -> Mapping[str, VersionCounts]:
         return await self._call(lambda: self._redis.versions.counts(of))
 
+    async def history(self) -> list[VersionEvent]:
+        return await self._call(self._redis.versions.history)
+
     async def close(self) -> None:
         pass
 

@@ -358,6 +358,47 @@ async def test_a_decision_that_did_not_reach_the_store_is_made_again(store: Memo
     assert number(registry, catalogue.DRAFT_VERSION_DECISIONS, "rolled_back") == 1
 
 
+class OneOfTwo(MemoryVersions):
+    """Two gateways change the same state at once, and the store gets only the first change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both: asyncio.Barrier | None = None
+
+    async def change(self, expected_epoch: int, new: VersionState, event: VersionEvent) -> bool:
+        if self.both is not None and await self.both.wait():
+            raise StoreUnavailable("a call reached it too late")
+        return await super().change(expected_epoch, new, event)
+
+
+@pytest.mark.parametrize(("gain", "counted"), [(0.9, "promoted"), (0.1, "rolled_back"), (0.5, "no_gain")])
+async def test_a_decision_that_another_gateway_made_is_not_counted(gain: float, counted: str) -> None:
+    """Both have the same reason for it."""
+    store, registries = OneOfTwo(), [Registry(GATEWAY) for _ in "12"]
+    keepers = [VersionKeeper(store, ServedDrafts(), metrics=VersionMetrics(each)) for each in registries]
+    await _begin(store, *keepers)
+    chance = random.Random(3)
+    store.sums = {"": sessions(chance, 200), "new": sessions(chance, 200, gain=gain)}
+    store.both = asyncio.Barrier(2)
+    with capture_logs() as logs:
+        for _ in "12":
+            await asyncio.gather(*(keeper.turn() for keeper in keepers))
+
+    assert sum(number(registry, catalogue.DRAFT_VERSION_DECISIONS, counted) for registry in registries) == 1
+    assert len([line for line in logs if line["event"].startswith("draft ")]) == 1
+    assert store.calls["history"] == 1
+
+
+async def test_a_trial_that_another_gateway_began_is_not_logged() -> None:
+    store = OneOfTwo()
+    store.both = asyncio.Barrier(2)
+    with capture_logs() as logs:
+        await _trying(store, ("new", SHARE), 2)
+
+    assert [event.kind for event in store.events] == ["try"]
+    assert len([line for line in logs if line["event"] == "trial of a draft began"]) == 1
+
+
 class DrainedMeanwhile(MemoryVersions):
     """A person drains the canary between a keeper's look and its change."""
 
