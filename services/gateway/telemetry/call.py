@@ -34,8 +34,8 @@ from services.gateway.telemetry.attributes import stored_operation
 STALL_NS = 1 * SECOND
 """A client has stalled if it took a message only after this time."""
 
-VALUE = ", got "
-"""What precedes the caller's value in the message of an error."""
+VALUE = ", got"
+"""What precedes the caller's value in the message of an error; a colon may follow."""
 _LONGEST_METHOD = 128
 _OWN_LIMITS = frozenset({OWN_STREAMS, OWN_TOKENS})
 _log = get_logger(__name__)
@@ -185,7 +185,7 @@ class Call:
             "rounds": session.stats.rounds,
             "accepted": session.stats.accepted,
             "ttft_ms": _ms(self._first_ns - self._started_ns) if self._first_ns else None,
-            **({"error": str(error)} if isinstance(error, Exception) else {}),
+            **({"error": str(error).partition(VALUE)[0]} if isinstance(error, Exception) else {}),
         }
 
 

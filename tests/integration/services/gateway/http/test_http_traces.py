@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
 from galley.core import names
 from tests.fakes.http_client import BODY, CHAT, Events, http_client
 from tests.fakes.spans import KeptSpans, attributes_of, error_of, parent_of
-from tests.fakes.world import World
+from tests.fakes.world import World, receive, refused
 
 
 async def test_choices_are_spans_of_one_trace(world: World) -> None:
@@ -41,6 +42,33 @@ async def test_refused_requests_have_a_span_with_their_status(world: World) -> N
         assert attributes_of(span)[names.FIELD] == field
         assert (span.status.description or "").startswith(f"{field}: must be ")
         assert "got" not in (span.status.description or "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("grammar", "root ::= secret\n"),
+        ("grammar", "start: secret"),
+        ("regex", "(secret"),
+        ("schema", {"type": "secret"}),
+    ],
+)
+async def test_a_refused_grammar_is_neither_logged_nor_traced(world: World, kind: str, given: object) -> None:
+    kept = KeptSpans()
+    gateway = await world.gateway_of(kept.parts(), http_port=0)
+    by_http = {"structured_outputs": {"json" if kind == "schema" else kind: given}}
+    with capture_logs() as logs:
+        async with http_client(gateway.http) as client:
+            response = await client.post("/v1/completions", BODY | {"ignore_eos": False} | by_http)
+        error = await refused(receive(gateway.generate(ignore_eos=False, **{kind: given})))
+        spans = await kept.requests(2)
+    assert "secret" in response.json()["error"]["message"]
+    assert "secret" in error.message
+    assert len([line for line in logs if line["event"] == "call finished"]) == 2
+    assert "secret" not in repr(logs)
+    for span in spans:
+        assert (span.status.description or "").startswith("structured_output")
+        assert "secret" not in repr((span.status.description, attributes_of(span)))
 
 
 async def test_the_status_of_a_span_is_the_one_that_was_sent(world: World) -> None:
