@@ -38,7 +38,8 @@ REQUEST_DURATION = _gateway_histogram(
 TIME_TO_FIRST_TOKEN = _gateway_histogram(
     "gen_ai.server.time_to_first_token",
     "s",
-    "Time from the call to the first token sent, or to a deadline that passed before, for new sessions.",
+    "Time from the call to the first token sent, for new sessions; without one, to a deadline that passed or "
+    "to a cancellation after more than 1 s.",
     _GEN_AI,
     buckets=of.FIRST_TOKEN_S,
     exemplars=True,

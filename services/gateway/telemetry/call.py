@@ -34,6 +34,8 @@ from services.gateway.telemetry.attributes import stored_operation
 STALL_NS = 1 * SECOND
 """A client has stalled if it took a message only after this time."""
 
+LATE_NS = 1 * SECOND
+"""A call that its client cancels sooner, without a token, says nothing of the time to first token."""
 VALUE = ", got"
 """What precedes the caller's value in the message of an error; a colon may follow."""
 _LONGEST_METHOD = 128
@@ -156,7 +158,8 @@ class Call:
         is_late = outcome == DEADLINE_EXCEEDED
         if not self._is_new:
             return
-        if is_late and not self._first_ns:
+        gave_up = outcome == "cancelled" and duration_ns > LATE_NS
+        if (is_late or gave_up) and not self._first_ns:
             metrics.first_tokens.at(*labels, served).observe(duration_ns / SECOND, span)
         elif is_late or (outcome == OK and self._later_tokens):
             end_ns = now if is_late else self._last_ns

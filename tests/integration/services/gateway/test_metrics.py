@@ -17,8 +17,11 @@ from galley.common.metrics.scrape import render
 from galley.common.server.server import Parts
 from galley.core.names import LOOKUP, MODEL
 from galley.core.routing.breaker import FAILURES
+from services.gateway.clock import SECOND
+from services.gateway.telemetry import call
 from tests.fakes.readings import count, histogram, number, total
 from tests.fakes.spans import KeptSpans
+from tests.fakes.waiting import PATIENCE_S
 from tests.fakes.world import (
     MAX_TOKENS,
     PROMPT_TOKENS,
@@ -214,6 +217,26 @@ async def test_tokens_that_a_deadline_cut_off_count_as_late(world: World) -> Non
     later = histogram(it.registry, catalogue.TIME_PER_OUTPUT_TOKEN, *CALL)
     assert sum(later.counts) == 1
     assert later.total > 0.1, "most of the time passed without a token"
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+async def test_first_tokens_that_a_client_gave_up_count_if_they_were_late(
+    world: World, monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    """A client that leaves at once says nothing of the server."""
+    monkeypatch.setattr(call, "LATE_NS", 0 if is_late else PATIENCE_S * SECOND)
+    it = await counted(world)
+    world.target.gate.close()
+    stream = it.gateway.generate()
+    await anext(stream)
+    stream.cancel()
+    await it.gateway.idle()
+    assert it.ends() == {("cancelled", "caller"): 1}
+    world.target.gate.open()
+    await receive(it.gateway.generate())
+    await it.gateway.idle()
+    assert count(it.registry, catalogue.TIME_TO_FIRST_TOKEN, *CALL) == 1 + is_late
+    assert count(it.registry, catalogue.TIME_PER_OUTPUT_TOKEN, *CALL) == 1
 
 
 async def test_overload_and_drain_are_server_faults(world: World) -> None:
