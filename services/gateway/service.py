@@ -199,7 +199,7 @@ async def _build(
 ) -> GatewayService:
     async with AsyncExitStack() as opened:
         bound = _bind_http(settings, opened)
-        generation = await _generation(settings, tuning, tls, open_store, parts, opened)
+        generation = await _generation(settings, tuning, tls, open_store, authentication, parts, opened)
         rpc.add_GenerationServicer_to_server(GenerationServicer(generation), server)
         if bound is not None:
             shared = Shared(generation, authentication, _tracer(settings, tuning, parts), parts.metrics)
@@ -215,6 +215,7 @@ async def _generation(
     tuning: Tuning,
     tls: Mapping[str, ChannelTls | None],
     open_store: StoreOpener,
+    authentication: Authentication,
     parts: Parts,
     opened: AsyncExitStack,
 ) -> Generation:
@@ -269,7 +270,7 @@ async def _generation(
     opened.push_async_callback(streams.close)
     opened.callback(asyncio.create_task(_follow_contention(streams.shared, drafts, targets)).cancel)
     opened.callback(asyncio.create_task(_collect_garbage(streams)).cancel)
-    collector = _collector(settings, streams, opened)
+    collector = _collector(settings, streams, authentication, opened)
     observers, audit_metrics = RequestObservers(_CLOCK), None
     if (registry := parts.metrics) is not None:
         peer_files = None if tls["target"] is None else tls["target"].files
@@ -304,12 +305,14 @@ def _auditor(
     return Auditor(tools, settings.audit_ratio)
 
 
-def _collector(settings: GatewaySettings, streams: Streams, opened: AsyncExitStack) -> Collector | None:
+def _collector(
+    settings: GatewaySettings, streams: Streams, authentication: Authentication, opened: AsyncExitStack
+) -> Collector | None:
     """Return what collects finished sessions to train drafts on; None unless the deployment does."""
     if not settings.learn_tokens:
         return None
     spool = LearningSpool(settings.redis_url.get_secret_value(), settings.pool)
-    collector = Collector(spool, settings.learn_tokens)
+    collector = Collector(spool, settings.learn_tokens, authentication.present)
     opened.push_async_callback(collector.close)
     streams.on_finished.append(collector.finished)
     return collector

@@ -102,6 +102,12 @@ class Authentication:
                 raise Unauthenticated(KEY_UNKNOWN)
         return ANONYMOUS if tokens is None else await tokens.authenticate(credentials.bearer)
 
+    async def present(self, principal: Principal) -> Principal:
+        """Return a principal as the file has it now; without a file, as it is given."""
+        if self._principals is None:
+            return principal
+        return (await self._principals.checked()).named(principal.name)
+
 
 def build_authentication(settings: GatewaySettings, tuning: Tuning = TUNING) -> Authentication:
     """Return the authentication that the settings describe. Raise BadFile if a file of theirs is unusable."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    principal: str
+    principal: Principal
     answer: Answer
     ended_s: float
 
@@ -38,12 +38,19 @@ class _Waiting:
 class Collector:
     """Keep the newest `most_tokens` tokens of finished sessions for each principal that allows it."""
 
-    def __init__(self, spool: LearningSpool, most_tokens: int) -> None:
+    def __init__(
+        self,
+        spool: LearningSpool,
+        most_tokens: int,
+        present: Callable[[Principal], Awaitable[Principal]],
+    ) -> None:
+        """`present` returns a principal as it is now: its call may have begun long ago."""
         self.on_collected: Callable[[bool], None] = lambda _: None
         """Called for each session of a principal that allows it, with False for one that was dropped."""
         self._spool = spool
         self._most_tokens = min(most_tokens, _MOST_SESSION_TOKENS)
         self._kept_tokens = most_tokens
+        self._present = present
         self._waiting: deque[_Waiting] = deque()
         self._task: asyncio.Task[None] | None = None
         self._is_away = False
@@ -58,7 +65,7 @@ class Collector:
         if len(self._waiting) >= _MOST_WAITING:
             self._waiting.popleft()
             self.on_collected(False)
-        self._waiting.append(_Waiting(principal.name, answer, asyncio.get_running_loop().time()))
+        self._waiting.append(_Waiting(principal, answer, asyncio.get_running_loop().time()))
         if self._task is None or self._task.done():
             # In a context of its own: the task outlives the call that happens to begin it.
             self._task = asyncio.create_task(self._work(), context=Context())
@@ -78,6 +85,8 @@ class Collector:
         loop = asyncio.get_running_loop()
         while self._waiting:
             waiting = self._waiting.popleft()
+            if not (await self._present(waiting.principal)).learns:
+                continue
             is_late = loop.time() - waiting.ended_s > LATEST_ADD_S
             self.on_collected(not is_late and await self._add(waiting))
 
@@ -91,7 +100,7 @@ class Collector:
             waiting.answer.tokens,
         )
         try:
-            is_added = await self._spool.add(waiting.principal, session, self._kept_tokens)
+            is_added = await self._spool.add(waiting.principal.name, session, self._kept_tokens)
         except Exception as error:  # noqa: BLE001  # the next session may be added
             if not self._is_away:
                 unexpected = None if isinstance(error, GalleyError) else error

@@ -17,6 +17,7 @@ from galley.common.registry.trials import DraftVersions
 from galley.common.server.server import Parts
 from galley.core.content import prefix_hash, token_bytes, tokens_from_bytes
 from galley.core.errors import StoreUnavailable
+from services.gateway.auth import authentication
 from tests.fakes.changed_logs import change
 from tests.fakes.http_client import http_client
 from tests.fakes.readings import number
@@ -75,6 +76,22 @@ async def test_only_principals_that_allow_it_are_learned_from(world: World, spoo
         must_be_true(await receive(alice.generate()))
     await kept(spool, "alice", 1)
     assert await spool.principals() == ["alice"]
+
+
+async def test_a_stream_that_ends_after_its_principal_took_learn_back_is_not_kept(
+    world: World, spool: LearningSpool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(authentication, "CHECK_INTERVAL_S", 0.0)
+    both = KeyFile(alice="learn = true", bob="learn = true")
+    gateway = await world.gateway(learn_tokens=LEARN, pool=world.id, api_keys_file=both.write(world))
+    async with calling(gateway, BOB) as bob, calling(gateway, ALICE) as alice:
+        stream, received = await world.held(alice, 2)
+        KeyFile(bob="learn = true").write(world)
+        world.target.gate.open()
+        await receive(stream, first_index=len(received.tokens))
+        must_be_true(await receive(bob.generate()))
+    await kept(spool, "bob", 1)
+    assert await spool.principals() == ["bob"], "sessions are added in the order of their ends"
 
 
 async def test_text_and_tokens_are_nowhere_but_in_the_session_and_the_spool_of_its_principal(

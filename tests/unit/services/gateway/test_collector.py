@@ -53,7 +53,9 @@ class FakeSpool:
 class Collecting:
     def __init__(self) -> None:
         self.spool = FakeSpool()
-        self.collector = Collector(cast("LearningSpool", self.spool), _MOST)
+        self.collector = Collector(cast("LearningSpool", self.spool), _MOST, self._present)
+        self.present = ANONYMOUS
+        """The principal as it is now."""
         self.kept: list[bool] = []
         self.collector.on_collected = self.kept.append
 
@@ -64,6 +66,10 @@ class Collecting:
         fields = {PRIVATE_FIELD: b"1"} if private else {}
         stored = StoredSession(Ownership(session_id, 1, b""), principal.name, fields, 3, answer.tokens)
         self.collector.finished(Session(answer, SessionLimits()), stored, principal)
+
+    async def _present(self, principal: Principal) -> Principal:
+        assert principal is ANONYMOUS
+        return self.present
 
     async def drained(self, count: int) -> None:
         async with asyncio.timeout(20):
@@ -134,6 +140,21 @@ async def test_sessions_that_nobody_may_learn_from_are_left_out() -> None:
     collecting.finish("mine")
     await collecting.drained(1)
     assert collecting.spool.added == ["mine"]
+    await collecting.collector.close()
+
+
+async def test_what_waits_of_a_principal_that_no_longer_allows_it_is_left_out() -> None:
+    collecting = Collecting()
+    collecting.finish("first")
+    await asyncio.sleep(0)
+    collecting.finish("second")
+    collecting.present = replace(ANONYMOUS, learns=False)
+    collecting.spool.may_add.set()
+    await collecting.drained(1)
+    collecting.present = ANONYMOUS
+    collecting.finish("third")
+    await collecting.drained(2)
+    assert collecting.spool.added == ["first", "third"]
     await collecting.collector.close()
 
 
