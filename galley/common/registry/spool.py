@@ -28,7 +28,7 @@ from galley.core.content import token_bytes, tokens_from_bytes
 
 SPOOL_TTL_S = 24 * 3600.0
 LATEST_ADD_S = 30.0
-"""Longest time between the end of a session and its `add`."""
+"""Longest time between the end of a session and its `add`, also of one that a cut link held back."""
 _TOMBSTONE_MS = 4 * int(LATEST_ADD_S * 1000)
 _CALL_TIMEOUT_S = 1.0
 READ_AT_ONCE = 64
@@ -44,13 +44,15 @@ _HEADER = struct.Struct("<BIfH")
 _TOKEN_BYTES = 4
 
 # KEYS: principals, index, bytes, entry, deleted, forgotten. ARGV: principal, session, entry, ttl_ms, most
-# bytes of the principal, prefix of entries. Drops what is too old, then the oldest while there is too much.
-# Entries that it drops are no KEYS, but have the hash tag.
+# bytes of the principal, prefix of entries, latest time in ms. Adds nothing from the latest time on: marks of
+# deletions may have expired. Drops what is too old, then the oldest while there is too much. Entries that it
+# drops are no KEYS, but have the hash tag.
 _ADD = script_of("""
 if redis.call('EXISTS', KEYS[4], KEYS[5], KEYS[6]) > 0 then return 0 end
 local size, ttl = #ARGV[3], tonumber(ARGV[4])
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+if now >= tonumber(ARGV[7]) then return 0 end
 local total = size + tonumber(redis.call('GET', KEYS[3]) or 0)
 local function drop(member)
   local session, dropped = string.match(member, '^(.*):(%d+)$')
@@ -128,19 +130,26 @@ class LearningSpool:
         self._prefix = f"galley:learning:{{{pool_name}}}:"
         self._ttl_ms = max(1, math.ceil(ttl_s * 1000))
 
-    async def add(self, principal: str, session: SpooledSession, most_tokens: int) -> bool:
+    async def add(
+        self, principal: str, session: SpooledSession, most_tokens: int, *, ended_s: float | None = None
+    ) -> bool:
         """Keep a session, and the principal's newest others, `most_tokens` together.
 
-        Call it within LATEST_ADD_S of the session's end. Return False for a session that is kept already,
-        that was deleted, or whose principal was just forgotten.
+        It ended at `ended_s` on the event loop's clock, by default now. Return False for a session that is
+        kept already, that was deleted, whose principal was just forgotten, or that ended LATEST_ADD_S ago.
         """
+        loop = asyncio.get_running_loop()
+        ended_s = loop.time() if ended_s is None else ended_s
         entry, session_id = _encode(session), session.session_id
         if len(session.tokens) > most_tokens:
             return False
         names = [f"index:{principal}", f"bytes:{principal}", f"entry:{session_id}:{principal}"]
         names += [f"deleted:{session_id}", f"forgotten:{principal}"]
+        keys = self._keys("principals", *names)
+        now_ms = await self._calls.now_ms(keys[0])
+        latest_ms = now_ms + math.floor(1000 * (ended_s + LATEST_ADD_S - loop.time()))
         args = (principal, session_id, entry, self._ttl_ms, most_tokens * _TOKEN_BYTES, self._entries)
-        return bool(await self._calls.run(_ADD, self._keys("principals", *names), *args))
+        return bool(await self._calls.run(_ADD, keys, *args, latest_ms))
 
     async def remove(self, principal: str, session_id: str, *, is_recent: bool) -> bool:
         """Remove a session, if the principal has it here; with `is_recent` also one that is not added yet."""

@@ -13,7 +13,7 @@ from contextvars import Context
 from dataclasses import dataclass
 
 from galley.common.logs import get_logger
-from galley.common.registry.spool import LATEST_ADD_S, LearningSpool, SpooledSession
+from galley.common.registry.spool import LearningSpool, SpooledSession
 from galley.core.admission.admission import Principal
 from galley.core.answer.answer import Answer
 from galley.core.errors import GalleyError
@@ -82,13 +82,11 @@ class Collector:
         await self._spool.close()
 
     async def _work(self) -> None:
-        loop = asyncio.get_running_loop()
         while self._waiting:
             waiting = self._waiting.popleft()
             if not (await self._present(waiting.principal)).learns:
                 continue
-            is_late = loop.time() - waiting.ended_s > LATEST_ADD_S
-            self.on_collected(not is_late and await self._add(waiting))
+            self.on_collected(await self._add(waiting))
 
     async def _add(self, waiting: _Waiting) -> bool:
         spec = waiting.answer.spec
@@ -99,8 +97,9 @@ class Collector:
             len(spec.prompt),
             waiting.answer.tokens,
         )
+        name, ended_s = waiting.principal.name, waiting.ended_s
         try:
-            is_added = await self._spool.add(waiting.principal.name, session, self._kept_tokens)
+            is_added = await self._spool.add(name, session, self._kept_tokens, ended_s=ended_s)
         except Exception as error:  # noqa: BLE001  # the next session may be added
             if not self._is_away:
                 unexpected = None if isinstance(error, GalleyError) else error

@@ -7,9 +7,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from galley.common.registry.spool import LearningSpool, SpooledSession
+from galley.common.registry import spool as module
+from galley.common.registry.spool import LATEST_ADD_S, LearningSpool, SpooledSession
+from galley.core.errors import StoreUnavailable
 from tests.fakes.redis_clusters import Cluster, until
-from tests.fakes.redis_servers import Server
+from tests.fakes.redis_servers import VALKEY, Server, running
+from tests.fakes.relay import Relay
+from tests.fakes.waiting import PATIENCE_S
+from tests.integration.galley.common.test_trials import ChangesHeld, scripts_run
 
 ALICE, BOB = "alice", "jwt:bob@example.com"
 MOST = 10_000
@@ -71,6 +76,45 @@ async def test_a_removed_session_makes_room_and_is_not_added_late(spool: Learnin
     assert not await spool.add(ALICE, session(20), 1000), "it was under way when it was deleted"
     await spool.remove(ALICE, session(21).session_id, is_recent=False)
     assert await spool.add(ALICE, session(21), 1000)
+
+
+async def test_a_session_that_ended_long_ago_is_not_added(spool: LearningSpool) -> None:
+    now_s = asyncio.get_running_loop().time()
+    assert not await spool.add(ALICE, session(1), MOST, ended_s=now_s - LATEST_ADD_S)
+    assert await spool.add(ALICE, session(1), MOST, ended_s=now_s - LATEST_ADD_S + PATIENCE_S)
+
+
+async def test_an_add_that_a_cut_link_held_until_after_a_deletion_does_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    link, late = ChangesHeld(), session(2)
+    with running(VALKEY) as server:
+        async with Relay(server.url.removeprefix("unix://"), link) as relay:
+            cut_off, spool = LearningSpool(f"redis://{relay.address}"), LearningSpool(server.url)
+            assert await cut_off.add(ALICE, session(1), MOST)
+            monkeypatch.setattr(module, "LATEST_ADD_S", 0.1)
+            monkeypatch.setattr(module, "_TOMBSTONE_MS", 200)
+
+            link.holds = True
+            with pytest.raises(StoreUnavailable):
+                await cut_off.add(ALICE, late, MOST)
+            await spool.remove(ALICE, late.session_id, is_recent=True)
+
+            async def is_mark_gone() -> bool:
+                return not await server.command("KEYS", "*:deleted:*")
+
+            await until(is_mark_gone)
+            run_before = await scripts_run(server)
+            link.holds = False
+            link.mend()
+
+            async def has_arrived() -> bool:
+                return await scripts_run(server) > run_before
+
+            await until(has_arrived)
+            assert await held(spool, ALICE) == [session(1)]
+            await cut_off.close()
+            await spool.close()
 
 
 async def test_a_forgotten_principal_leaves_nothing(server: Server | Cluster, spool: LearningSpool) -> None:

@@ -201,9 +201,9 @@ async def test_a_response_whose_deletion_is_repeated_is_not_learned_from(
     add, remove, errors = LearningSpool.add, LearningSpool.remove, [StoreUnavailable("redis")]
     is_deleted, added = asyncio.Event(), asyncio.get_running_loop().create_future()
 
-    async def late(self: LearningSpool, *given: Any) -> bool:
+    async def late(self: LearningSpool, *given: Any, **options: Any) -> bool:
         await is_deleted.wait()
-        added.set_result(is_added := await add(self, *given))
+        added.set_result(is_added := await add(self, *given, **options))
         return is_added
 
     async def failing(self: LearningSpool, *given: Any, **options: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, cast
 from structlog.contextvars import bound_contextvars, get_contextvars
 from structlog.testing import capture_logs
 
-from galley.common.registry.spool import LATEST_ADD_S, LearningSpool, SpooledSession
+from galley.common.registry.spool import LearningSpool, SpooledSession
 from galley.core.admission.admission import ANONYMOUS, Principal
 from galley.core.answer.answer import Answer
 from galley.core.errors import StoreUnavailable
@@ -32,10 +32,11 @@ class FakeSpool:
         self.fault: Exception | None = None
         self.is_closed = False
         self.added: list[str] = []
+        self.ended_s: list[float] = []
         self.fields: dict[str, Any] = {}
         """The fields of log lines when it was last called."""
 
-    async def add(self, principal: str, session: SpooledSession, most_tokens: int) -> bool:
+    async def add(self, principal: str, session: SpooledSession, most_tokens: int, *, ended_s: float) -> bool:
         assert (principal, most_tokens) == (ANONYMOUS.name, _MOST)
         self.fields = get_contextvars()
         await self.may_add.wait()
@@ -44,6 +45,7 @@ class FakeSpool:
         if self.fault is not None:
             raise self.fault
         self.added.append(session.session_id)
+        self.ended_s.append(ended_s)
         return True
 
     async def close(self) -> None:
@@ -88,17 +90,19 @@ async def test_sessions_wait_in_a_bounded_queue_and_the_oldest_are_dropped() -> 
     await collecting.collector.close()
 
 
-async def test_a_session_that_waited_too_long_may_have_been_deleted_meanwhile() -> None:
+async def test_the_spool_is_told_when_a_session_ended_however_long_it_waited() -> None:
     collecting = Collecting()
     loop = asyncio.get_running_loop()
     collecting.finish("first")
     await asyncio.sleep(0)
     collecting.finish("second")
-    loop.time, now = lambda: now() + LATEST_ADD_S + 1, loop.time  # type: ignore[method-assign]
+    ended_s = loop.time()
+    loop.time, now = lambda: now() + 3600, loop.time  # type: ignore[method-assign]
     collecting.spool.may_add.set()
     await collecting.drained(2)
     del loop.time
-    assert collecting.spool.added == ["first"]
+    assert collecting.spool.ended_s == sorted(collecting.spool.ended_s)
+    assert collecting.spool.ended_s[-1] <= ended_s
     await collecting.collector.close()
 
 
