@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -57,17 +57,14 @@ class Journal:
         raise InvalidField("replay", f"must be a cycle in {self._work / RECORD}, got {number}")
 
     def append(self, cycle: dict[str, Any]) -> None:
-        """Add a line; drop the oldest ones beyond the bound."""
+        """Add a line; drop the oldest ones beyond the bound. Raise OSError; the file is then as it was."""
         self._cycles.append(cycle)
         if len(self._cycles) > _MOST_CYCLES:
             del self._cycles[: _MOST_CYCLES // 10]
             with replacing(self._work / RECORD) as unfinished:
                 unfinished.write_text("".join(map(_line, self._cycles)), encoding="utf-8")
             return
-        with (self._work / RECORD).open("a", encoding="utf-8") as file:
-            file.write(_line(cycle))
-            file.flush()
-            os.fsync(file.fileno())
+        _append(self._work / RECORD, _line(cycle))
 
     # ------------------------------------------------------------------------------------ drafts --
 
@@ -148,6 +145,20 @@ def _key_in(path: Path) -> bytes:
 
 def _owner_only(path: str, flags: int) -> int:
     return os.open(path, flags, _OWNER_ONLY)
+
+
+def _append(path: Path, line: str) -> None:
+    """Add a line to a file, to the disk. Raise OSError; the file is then as it was."""
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        with suppress(FileNotFoundError):
+            os.truncate(path, size)  # the next line would follow a part of this one
+        raise
 
 
 def _line(cycle: dict[str, Any]) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import shutil
 import signal
 import sys
 from array import array
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +32,7 @@ from galley.core.versions.state import NOT_TRIED
 from galley.distill.data.corpus import Conversation, corpus_of, write_corpus
 from galley.distill.export import read_draft, write_draft
 from galley.distill.follow.canaries import LONGEST_TRIAL_S
-from galley.distill.follow.journal import Journal, locked
+from galley.distill.follow.journal import RECORD, Journal, locked
 from galley.distill.follow.options import FollowOptions
 from galley.distill.follow.run import Stopped
 from galley.distill.training.evaluation import agreement
@@ -557,6 +559,26 @@ async def test_a_full_disk_delays_a_cycle(deployed: Deployment, monkeypatch: pyt
     assert "No space left on device" in logs[-1]["error"]
     await deployed.cycle()
     assert last(deployed)["decision"] == "offered"
+
+
+def test_a_line_that_a_full_disk_cut_spoils_no_later_one(options: FollowOptions) -> None:
+    journal = Journal(options.work)
+    journal.append({"cycle": 1})
+    with _full_disk((options.work / RECORD).stat().st_size + 5), pytest.raises(OSError, match="too large"):
+        journal.append({"cycle": 2})
+    journal.append({"cycle": 3})
+    assert [cycle["cycle"] for cycle in Journal(options.work).cycles] == [1, 3]
+
+
+@contextmanager
+def _full_disk(size: int) -> Iterator[None]:
+    """Let no file grow beyond `size` bytes: a write stores what fits."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_key_that_was_not_written_whole_is_made_anew(
