@@ -50,17 +50,21 @@ def version_of(files: Iterable[tuple[str, bytes]]) -> str:
     return digest.hexdigest()
 
 
-async def send_draft(channel: grpc.aio.Channel, directory: Path, version: str = "") -> str:
+async def send_draft(
+    channel: grpc.aio.Channel, directory: Path, version: str = "", replaces: str = ""
+) -> str:
     """Put the trained draft in `directory` into the replica at `channel`; return the version it has there.
 
-    An empty `version` is the `draft_version`. Raise UnsupportedModel for a directory that cannot be sent, and
+    An empty `version` is the `draft_version`. The replica must serve the version `replaces`, if it is given:
+    its lease may have been read long ago. Raise UnsupportedModel for a directory that cannot be sent, and
     AioRpcError if the replica refuses it or cannot be reached; its present weights then stay in use.
     """
     files = await asyncio.to_thread(_described, directory)
     call = rpc.DraftStub(channel).LoadDraft()
     # gRPC raises it at a write after the replica has ended the call; the response has the reason.
     with suppress(asyncio.InvalidStateError):
-        await call.write(pb.LoadDraftRequest(draft=pb.DraftFiles(files=files, version=version)))
+        draft = pb.DraftFiles(files=files, version=version, replaces=replaces)
+        await call.write(pb.LoadDraftRequest(draft=draft))
         # A refusal that comes while a message is being written would be lost: gRPC then reports INTERNAL.
         if ACCEPTED in dict(await call.initial_metadata() or ()):
             async for message in _data(directory, files):

@@ -70,6 +70,13 @@ class NotFinished(CallerFault):
         super().__init__(f"session {session_id!r} has not finished")
 
 
+class OtherVersion(CallerFault):
+    """The draft serves another version than the one that the call would replace: FAILED_PRECONDITION."""
+
+    def __init__(self, served: str, replaces: str) -> None:
+        super().__init__(f"the replica serves {served}, not {replaces}, which the load would replace")
+
+
 class Overloaded(CallerFault):
     """No capacity, or none for this caller, is left, and nothing was done: RESOURCE_EXHAUSTED."""
 

@@ -17,6 +17,7 @@ from galley.core.errors import (
     CallerFault,
     GalleyError,
     InvalidField,
+    OtherVersion,
     OutOfMemory,
     Overloaded,
     Unavailable,
@@ -61,7 +62,7 @@ class DraftReplacement:
         Call `accept` once the description of its files is accepted.
 
         A call that raises, or is cancelled, changes nothing. Raise Unimplemented, Overloaded, Unavailable,
-        InvalidField, and DeadlinePassed.
+        OtherVersion, InvalidField, and DeadlinePassed.
         """
         result: LoadResult = "refused"
 
@@ -91,6 +92,8 @@ class DraftReplacement:
         if self._one_at_a_time.locked():
             raise Overloaded("another draft is being loaded", _RETRY_AFTER_S)
         async with self._one_at_a_time:
+            if first.draft.replaces not in {"", self._info.version}:
+                raise OtherVersion(self._info.version, first.draft.replaces)
             try:
                 async with scratch_directory() as directory:
                     most = self._info.max_load_bytes

@@ -44,17 +44,20 @@ async def load(
             f"--version: must be another than {name}, by which {other.address} serves the weights "
             f"{other.weights_digest}; those of {directory} are {digest}"
         )
-    if not replicas:
-        replicas = _fitting(leases, state, name, deployment.pool)
+    # A replica that a person names takes the draft whatever it serves.
+    served = dict.fromkeys(replicas, "") or _fitting(leases, state, name, deployment.pool)
     # Without a stable version all are that are not drained: the replica would get sessions at once.
     if name not in state.split.drained and not is_in_use(leases, state.split, name):
         await deployment.versions.drain(name, author=author, reason=NOT_TRIED)
-    loaded = [await _load_one(each, directory, name, tls, timeout_s) for each in replicas]
+    loaded = [
+        await _load_one(address, directory, name, replaces, tls, timeout_s)
+        for address, replaces in served.items()
+    ]
     return all(loaded)
 
 
-def _fitting(leases: list[DraftLease], state: VersionState, version: str, pool: str) -> list[str]:
-    """Return the addresses of the replicas that fit. Raise ValueError if there is none.
+def _fitting(leases: list[DraftLease], state: VersionState, version: str, pool: str) -> dict[str, str]:
+    """Return the addresses of the replicas that fit, and their versions. Raise ValueError if there is none.
 
     A replica whose version was loaded and not tried is left to whoever loaded it.
     """
@@ -68,7 +71,7 @@ def _fitting(leases: list[DraftLease], state: VersionState, version: str, pool: 
     untried = {lease.version for lease in leases if state.decided.get(lease.version) == NOT_TRIED}
     others = [lease for lease in leases if lease.version not in untried]
     if found := replicas_for_load(others, state.split, version):
-        return [lease.address for lease in found]
+        return {lease.address: lease.version for lease in found}
     if kept := replicas_for_load(leases, state.split, version):
         names = ", ".join(sorted({lease.version for lease in kept}))
         raise ValueError(
@@ -83,7 +86,7 @@ def _fitting(leases: list[DraftLease], state: VersionState, version: str, pool: 
 
 
 async def _load_one(
-    address: str, directory: Path, version: str, tls: ChannelTls | None, timeout_s: float
+    address: str, directory: Path, version: str, replaces: str, tls: ChannelTls | None, timeout_s: float
 ) -> bool:
     """Load into one replica, and report it. Return False if it refused or did not answer in time."""
     import grpc.aio  # noqa: PLC0415  # slow to load
@@ -93,7 +96,7 @@ async def _load_one(
 
     try:
         async with asyncio.timeout(timeout_s), open_channel(address, tls) as channel:
-            served = await send_draft(channel, directory, version)
+            served = await send_draft(channel, directory, version, replaces)
     except TimeoutError:
         say(f"error: {address}: did not load it within {timeout_s:g} s", style="red")
         return False

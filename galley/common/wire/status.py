@@ -25,6 +25,7 @@ _CODES: dict[type[BaseException], grpc.StatusCode] = {
     errors.KeyReused: grpc.StatusCode.ALREADY_EXISTS,
     errors.Fenced: grpc.StatusCode.FAILED_PRECONDITION,
     errors.NotFinished: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.OtherVersion: grpc.StatusCode.FAILED_PRECONDITION,
     errors.TokenizerMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.DeadlinePassed: grpc.StatusCode.DEADLINE_EXCEEDED,

@@ -83,7 +83,7 @@ class Canaries:
             if problem:
                 return problem
             await self._versions.drain(version, author=AUTHOR, reason=NOT_TRIED)
-            if problem := await self._send(replicas[0].address, folder, version):
+            if problem := await self._send(replicas[0], folder, version):
                 return problem
         try:
             await self._versions.try_version(
@@ -111,7 +111,7 @@ class Canaries:
             lost = [name for name in (canary, version) if name not in served and folder_of(name)]
             replicas, problem = _replicas(state, leases, canary, is_ours)
             for name, lease in zip(lost, replicas, strict=False):
-                await self._reload(lease.address, folder_of(name) or folder, name)
+                await self._reload(lease, folder_of(name) or folder, name, state.epoch)
             if lost and not replicas:
                 _log.warning("draft of the trial not loaded", version=lost[0], reason=problem)
             return
@@ -125,18 +125,22 @@ class Canaries:
             _log.warning("draft not loaded", folder=str(folder), version=version, reason=reason)
             return
         for lease in taking:
-            await self._reload(lease.address, folder, version)
+            await self._reload(lease, folder, version, state.epoch)
 
-    async def _reload(self, address: str, folder: Path, version: str) -> None:
-        if problem := await self._send(address, folder, version):
-            _log.warning("draft not loaded", replica=address, version=version, reason=problem)
+    async def _reload(self, lease: DraftLease, folder: Path, version: str, epoch: int) -> None:
+        """Load a draft, unless the state has changed since `epoch`: the replica's version may be on trial."""
+        if (await self._versions.read()).epoch != epoch:
+            return
+        if problem := await self._send(lease, folder, version):
+            _log.warning("draft not loaded", replica=lease.address, version=version, reason=problem)
 
-    async def _send(self, address: str, folder: Path, version: str) -> str:
-        """Load a draft into the replica at `address`; return why that failed, or nothing."""
+    async def _send(self, lease: DraftLease, folder: Path, version: str) -> str:
+        """Load a draft into a replica that serves what its lease says; return why that failed, or nothing."""
+        address = lease.address
         async with self._open_channel(address) as channel:
             try:
                 async with asyncio.timeout(_LOAD_TIMEOUT_S):
-                    await send_draft(channel, folder, version)
+                    await send_draft(channel, folder, version, lease.version)
             except TimeoutError:
                 return f"{address}: no response in {_LOAD_TIMEOUT_S:g} s"
             except UnsupportedModel as error:

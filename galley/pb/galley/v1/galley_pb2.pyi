@@ -1606,8 +1606,11 @@ class DraftFiles(_message.Message):
 
     FILES_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    REPLACES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Name of its version. Empty: the digest of the files."""
+    replaces: _builtins.str
+    """The version that the replica must serve, as in GetDraftInfo; with another one, FAILED_PRECONDITION. Empty: any."""
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftFile]: ...
     def __init__(
@@ -1615,10 +1618,11 @@ class DraftFiles(_message.Message):
         *,
         files: _abc.Iterable[Global___DraftFile] | None = ...,
         version: _builtins.str = ...,
+        replaces: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "replaces", b"replaces", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

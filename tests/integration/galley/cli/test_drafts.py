@@ -277,6 +277,8 @@ class LoadedDraft(FakeDraft):
         messages = [message async for message in request_iterator]
         if self.refusal:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.refusal)
+        if (replaces := messages[0].draft.replaces) not in {"", self.version}:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"serves {self.version}, not {replaces}")
         self.version = messages[0].draft.version
         return pb.LoadDraftResponse(version=self.version)
 
@@ -400,6 +402,18 @@ async def test_a_replica_that_refuses_does_not_keep_others_from_loading(
     assert result.exit_code == 1
     assert f"error: {replicas['b'].address}: another vocabulary" in result.stderr
     assert {name: each.version for name, each in replicas.items()} == {"a": "v2", "b": "v1", "c": "v2"}
+
+
+async def test_a_replica_that_was_loaded_since_its_lease_is_left_alone(
+    server: Server, versions: DraftVersions, replicas: dict[str, LoadedDraft], directory: Path
+) -> None:
+    await versions.drain("bad")
+    late = replicas["c"]
+    late.version = "v3"
+    refused = await galley(server, "load", str(directory), "--version", "v2")
+    assert refused.exit_code == 1
+    assert refused.stderr == f"error: {late.address}: serves v3, not bad\n"
+    assert late.version == "v3"
 
 
 async def test_without_drafts_a_load_says_how_they_register(server: Server, directory: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,8 +42,10 @@ class LoadableDraft(rpc.DraftServicer):
         self.ends_early = ""
         """Why it ends a load after its first piece."""
         self._loading: asyncio.Event | None = None
+        self._may_go_on = asyncio.Event()
         self.is_loadable = True
         self.address = ""
+        self.on_loaded: Callable[[], Awaitable[None]]
 
     async def LoadDraft(
         self,
@@ -53,10 +55,12 @@ class LoadableDraft(rpc.DraftServicer):
         first = await anext(request_iterator)
         if self.refusal:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.refusal)
+        if (replaces := first.draft.replaces) not in {"", self.version}:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"serves {self.version}, not {replaces}")
         await context.send_initial_metadata(((ACCEPTED, "1"),))
         if self._loading is not None:
             self._loading.set()
-            await asyncio.Event().wait()
+            await self._may_go_on.wait()
         if self.ends_early:
             await anext(request_iterator)
             await context.abort(grpc.StatusCode.UNAVAILABLE, self.ends_early)
@@ -66,12 +70,16 @@ class LoadableDraft(rpc.DraftServicer):
         for file in first.draft.files:
             (self.directory / file.name).write_bytes(data[: file.size])
             data = data[file.size :]
+        await self.on_loaded()
         return pb.LoadDraftResponse(version=self.version)
 
     async def hang(self) -> None:
-        """End no load from now on; return once one has begun."""
+        """End no load until `go_on`; return once one has begun."""
         self._loading = asyncio.Event()
         await self._loading.wait()
+
+    def go_on(self) -> None:
+        self._may_go_on.set()
 
     async def GetDraftInfo(self, request: pb.GetDraftInfoRequest, context: object) -> pb.GetDraftInfoResponse:
         raise NotImplementedError
@@ -169,8 +177,11 @@ async def deployment(
         servers.append(running)
     spool, split = LearningSpool(server.url, POOL), DraftVersions(server.url, POOL)
     registry = ReplicaRegistry(server.url, POOL, lease_s=600)
+    deployed = Deployment(server, options, drafts, spool, split, registry)
+    for draft in drafts:
+        draft.on_loaded = deployed.register
     try:
-        yield Deployment(server, options, drafts, spool, split, registry)
+        yield deployed
     finally:
         for closing in (spool, split, registry):
             await closing.close()

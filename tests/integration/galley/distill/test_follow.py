@@ -199,6 +199,40 @@ async def test_a_canary_that_was_rolled_back_leaves_its_replica(deployed: Deploy
     assert canary in (await deployed.versions.read()).split.drained
 
 
+async def test_a_replica_that_was_loaded_since_its_lease_is_left_alone(deployed: Deployment) -> None:
+    await deployed.add(ALICE, workload("a", 250))
+    await deployed.cycle()
+    loaded = next(draft for draft in deployed.drafts if draft.version == last(deployed)["version"])
+    await deployed.versions.roll_back(author="rule", reason="worse")
+    loaded.version = "a-persons"
+    with capture_logs() as logs:
+        await deployed.follower().run(deployed.stop, cycles=1)
+    [line] = [line for line in logs if line["event"] == "draft not loaded"]
+    assert line["reason"] == f"{loaded.address}: serves a-persons, not {last(deployed)['version']}"
+    await deployed.cycle()
+    assert loaded.version == "a-persons"
+
+
+async def test_a_trial_that_begins_while_drafts_are_loaded_keeps_its_replica(
+    server: Server, options: FollowOptions, tmp_path: Path
+) -> None:
+    await server.command("FLUSHALL")
+    start = draft_version(options.start)
+    Journal(options.work).append({"cycle": 1, "version": "learned", "inputs": {"train": []}})
+    async with deployment(server, options, [start, "learned", "learned"], tmp_path) as deployed:
+        await deployed.versions.promote(start, author="a person")
+        await deployed.register()
+        first, second = sorted(deployed.drafts[1:], key=lambda draft: draft.address)
+        loading = asyncio.create_task(first.hang())
+        running = asyncio.create_task(deployed.follower().run(deployed.stop, cycles=1))
+        async with asyncio.timeout(60):
+            await loading
+            await deployed.versions.try_version("learned", 0.1, author="a person")
+            first.go_on()
+            await running
+        assert (first.version, second.version) == (start, "learned")
+
+
 async def test_a_canary_whose_decision_was_lost_leaves_its_replica(
     server: Server, deployed: Deployment
 ) -> None:

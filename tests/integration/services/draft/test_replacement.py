@@ -350,6 +350,20 @@ async def test_a_disk_that_fails_is_no_fault_of_the_caller(
         assert await draft.version() == draft_version(old)
 
 
+async def test_a_load_in_place_of_a_version_that_is_not_served_is_refused(
+    target: Path, old: Path, new: Path
+) -> None:
+    """Who chose the replica by an old lease would overwrite what was loaded since."""
+    async with served(target, old, version="v1") as draft:
+        assert await send_draft(draft.channel, new, "v2", replaces="v1") == "v2"
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await send_draft(draft.channel, old, "v3", replaces="v1")
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert refused.value.details() == "the replica serves v2, not v1, which the load would replace"
+        assert (await draft.version(), await draft.weights_digest()) == ("v2", draft_version(new))
+        assert await send_draft(draft.channel, old, "v3") == "v3"
+
+
 async def test_loads_are_counted_by_their_results(
     target: Path, old: Path, new: Path, damaged: dict[str, tuple[Path, str]]
 ) -> None:
