@@ -78,6 +78,9 @@ class Canaries:
         state, leases = await self._versions.read(), await self._registry.read(DRAFT_POOL)
         if state.split.canary:
             return f"{state.split.canary} is on trial"
+        if (decision := state.decided.get(version, NOT_TRIED)) != NOT_TRIED:
+            # A learner that ended before it recorded its cycle makes the same draft again.
+            return f"{version} was decided before: {decision}"
         if all(lease.version != version for lease in leases):
             replicas, problem = _replicas(state, leases, version, is_ours)
             if problem:

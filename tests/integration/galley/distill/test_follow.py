@@ -199,6 +199,23 @@ async def test_a_canary_that_was_rolled_back_leaves_its_replica(deployed: Deploy
     assert canary in (await deployed.versions.read()).split.drained
 
 
+async def test_a_draft_that_was_rolled_back_is_not_offered_again_by_a_learner_that_lost_its_cycle(
+    deployed: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same sessions give the same weights, and so the same version."""
+    await deployed.add(ALICE, workload("a", 250))
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "append", Mock(side_effect=OSError("No space left on device")))
+        await deployed.cycle()
+    canary = (await deployed.versions.read()).split.canary
+    await deployed.versions.roll_back(author="rule", reason="worse")
+    await deployed.cycle()
+    assert (last(deployed)["version"], last(deployed)["decision"]) == (canary, "not offered")
+    assert last(deployed)["reason"] == f"{canary} was decided before: worse"
+    assert [event.kind for event in await deployed.versions.history()].count("try") == 1
+    assert (await deployed.versions.read()).decided[canary] == "worse"
+
+
 async def test_a_replica_that_was_loaded_since_its_lease_is_left_alone(deployed: Deployment) -> None:
     await deployed.add(ALICE, workload("a", 250))
     await deployed.cycle()
