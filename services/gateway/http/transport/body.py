@@ -26,8 +26,9 @@ MOST_IDS = 1 << 18
 _ID_LISTS = ("prompt", "tokens")
 _MOST_LISTS = 1 << 10
 _MOST_TRIES = 16
-_LIST = re.compile(rb"\s*:\s*(?=\[)")
-_NEXT = re.compile(rb"\s*(.)", re.DOTALL)
+# A search through millions of spaces would hold the event loop.
+_LIST = re.compile(rb"\s{0,64}:\s{0,64}(?=\[)")
+_NEXT = re.compile(rb"\s{0,64}(\S)")
 _PLACE = "\x00ids"
 
 
@@ -130,6 +131,8 @@ async def _numbers(body: bytes, start: int, most: int, name: str) -> tuple[array
         if comma < 0 and close < 0:
             raise ValueError
         end = close if close >= 0 else comma
+        if end - at > 2 * _PIECE_BYTES:
+            raise ValueError
         piece = _parse(b"[%b]" % body[at:end])
         if {*map(type, piece)} - {int} or (piece and max(map(abs, piece)) >= 1 << 63):
             raise ValueError
@@ -143,7 +146,7 @@ async def _numbers(body: bytes, start: int, most: int, name: str) -> tuple[array
 
 
 def _next(body: bytes, at: int) -> tuple[bytes, int]:
-    """Return the next character from `at` that is no space, and its place. Raise ValueError at the end."""
+    """Return the next character from `at` that is no space, and its place. Raise ValueError without one."""
     if (found := _NEXT.match(body, at)) is None:
         raise ValueError
     return found[1], found.start(1)

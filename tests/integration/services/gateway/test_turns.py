@@ -32,6 +32,8 @@ IDS = [1000 + index % (VOCAB - 1000) for index in range(CONTEXT - 100)]
 TEXT = "The quick brown fox. " * (CONTEXT // 21 - 20)
 PREDICTION = pb.Prediction(token_ids=pb.TokenIds(ids=IDS[: CONTEXT // 2]))
 LONG_TOKENS = 2000
+JSON = {"content-type": "application/json"}
+SPACES = b" " * (3 * MIB)
 _UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 
 
@@ -86,6 +88,11 @@ class Calls:
         response = await self.http.post(path, body)
         assert response.status_code == status, response.text[:500]
         return str(response.headers.get("x-galley-session-id", ""))
+
+    async def send(self, path: str, body: bytes, status: int = 200) -> None:
+        """Post a body as it is."""
+        response = await self.http.raw.post(path, content=body, headers=JSON)
+        assert response.status_code == status, response.text[:500]
 
 
 def messages(count: int, size: int) -> list[dict[str, str]]:
@@ -168,6 +175,12 @@ CASES: dict[str, Callable[[Calls], Awaitable[object]]] = {
     "http: text": lambda on: on.post("/v1/completions", {"prompt": TEXT, "max_tokens": 4}),
     "http: chat": lambda on: on.post(
         "/v1/chat/completions", {"messages": messages(1024, 200), "max_tokens": 4}
+    ),
+    "http: text after many spaces": lambda on: on.send(
+        "/v1/completions", b'{"max_tokens":4,"prompt":' + SPACES + b'"hi"}'
+    ),
+    "http: text before many spaces": lambda on: on.send(
+        "/v1/completions", b'{"max_tokens":4,"prompt":["hi"' + SPACES + b"]}"
     ),
     "http: tokenize": lambda on: on.post("/tokenize", {"prompt": TEXT, "return_token_strs": True}),
     "http: detokenize": lambda on: on.post("/detokenize", {"tokens": IDS}),
