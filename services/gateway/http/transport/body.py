@@ -30,6 +30,9 @@ _MOST_TRIES = 16
 _LIST = re.compile(rb"\s{0,64}:\s{0,64}(?=\[)")
 _NEXT = re.compile(rb"\s{0,64}(\S)")
 _PLACE = "\x00ids"
+_MOST_BITS = 1024
+_LONG_NUMBER = re.compile(rb"[^0-9.][0-9]{310}")
+_TOO_LARGE = "a number is too large"
 
 
 async def read_json(body: bytes) -> Any:
@@ -39,6 +42,7 @@ async def read_json(body: bytes) -> Any:
     """
     if len(body) <= _SMALL_BYTES:
         return _finite(_parse(body)) if body else None
+    await asyncio.sleep(0)  # this turn has copied the body
     for name in _ID_LISTS:
         if (value := await _with_id_list(body, name)) is not None:
             break
@@ -56,13 +60,19 @@ def _parse(body: bytes) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """Return the value. Raise ValueError for a number beyond a double, which from_json reads as infinite."""
+    """Return the value. Raise ValueError for a number beyond a double, which from_json reads as infinite.
+
+    Integers are no exception: to write a long one takes time that grows with the square of its length.
+    """
     rest = [value]
     while rest:
         item = rest.pop()
         if isinstance(item, float):
             if math.isinf(item):
-                raise ValueError("a number is too large")
+                raise ValueError(_TOO_LARGE)
+        elif isinstance(item, int):
+            if item.bit_length() > _MOST_BITS:
+                raise ValueError(_TOO_LARGE)
         elif isinstance(item, dict):
             rest += item.values()
         elif isinstance(item, list):
@@ -153,7 +163,10 @@ def _next(body: bytes, at: int) -> tuple[bytes, int]:
 
 
 async def _check_counts(body: bytes) -> None:
-    """Raise Refused if there are too many values or names outside of texts to parse them at once."""
+    """Raise Refused if there are too many values or names outside of texts to parse them at once.
+
+    Raise ValueError for a long number, which takes as long as many values.
+    """
     values = names = in_text = at = 0
     while at < len(body):
         piece = body[at : at + _PIECE_BYTES]
@@ -165,6 +178,8 @@ async def _check_counts(body: bytes) -> None:
         in_text ^= (len(parts) - 1) % 2
         values += bare.count(b",") + bare.count(b"[") + bare.count(b"{")
         names += bare.count(b":")
+        if _LONG_NUMBER.search(bare):
+            raise ValueError(_TOO_LARGE)
         if values > _MOST_VALUES:
             raise Refused(400, "invalid_argument", f"body: must have at most {_MOST_VALUES} values")
         if names > _MOST_NAMES:

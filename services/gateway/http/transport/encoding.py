@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 _PIECE, _PIECE_TOKENS = 512, 4096
 _NO_JSON: Mapping[str, bytes] = MappingProxyType({})
 _SLICE = 2048
-"""Values that are encoded in a slice; 64 characters of a text count as one more."""
+"""Values that are encoded in a slice; 64 characters of a text, or bits of an integer, count as one more."""
 _PIECE_COST = 4
 """So many values are encoded at once in the time of a piece by Python code."""
 
@@ -114,6 +114,8 @@ def _is_small(value: object) -> bool:
         left -= 1
         if isinstance(item, str):
             left -= len(item) // 64
+        elif isinstance(item, int):
+            left -= item.bit_length() // 64
         elif isinstance(item, list | tuple):
             rest += item
         elif isinstance(item, dict):

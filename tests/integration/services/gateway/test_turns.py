@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -133,6 +134,8 @@ TOOLS = tools(110, schema(20, 40))
 TOO_LARGE_TOOLS = tools(110, schema(20, 1000))
 LARGE_TOOL = tools(1, schema(2000, 40))
 LARGE_SCHEMA = {"type": "json_schema", "schema": schema(2500, 80)}
+INTEGERS = tools(1, {"type": "object", "properties": {"a": {"enum": [10**4300 - 1] * 900}}})
+LONG_INTEGERS = json.dumps({"messages": messages(1, 8), "tools": of_chat(INTEGERS)}).encode()
 RANDOM = bytes(range(256)) * (4 * MIB // 256)
 
 CASES: dict[str, Callable[[Calls], Awaitable[object]]] = {
@@ -182,6 +185,7 @@ CASES: dict[str, Callable[[Calls], Awaitable[object]]] = {
     "http: text before many spaces": lambda on: on.send(
         "/v1/completions", b'{"max_tokens":4,"prompt":["hi"' + SPACES + b"]}"
     ),
+    "http: chat with long integers, refused": lambda on: on.send("/v1/chat/completions", LONG_INTEGERS, 400),
     "http: tokenize": lambda on: on.post("/tokenize", {"prompt": TEXT, "return_token_strs": True}),
     "http: detokenize": lambda on: on.post("/detokenize", {"tokens": IDS}),
     "http: response of a long text": lambda on: on.post(

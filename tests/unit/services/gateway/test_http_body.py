@@ -38,11 +38,14 @@ _bodies = st.dictionaries(
 )
 
 
-@pytest.mark.parametrize("number", ["1e400", "-1E+309", "1" + "0" * 400 + ".0"])
+@pytest.mark.parametrize(
+    "number", ["1e400", "-1E+309", "1" + "0" * 400 + ".0", "1" + "0" * 309, "-" + "9" * 4300]
+)
 async def test_a_number_beyond_a_double_is_refused(number: str) -> None:
     with pytest.raises(ValueError, match="a number is too large"):
         await read_json(b'{"a": [{"b": %b}]}' % number.encode())
-    assert await read_json(b'{"a": "1e400", "b": 1e300}') == {"a": "1e400", "b": 1e300}
+    kept = {"a": "1e400", "b": 1e300, "c": -(10**308)}
+    assert await read_json(json.dumps(kept).encode()) == kept
 
 
 async def read(body: bytes) -> Any:
@@ -122,6 +125,15 @@ async def test_a_body_that_holds_too_much_is_refused_before_it_is_parsed(
     with pytest.raises(Refused, match=problem.replace("{name}", name)):
         await read_json(body)
     assert max(sizes, default=0) < 40_000
+
+
+async def test_long_numbers_are_refused_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, long = parsed_sizes(monkeypatch), "9" * 4300
+    with pytest.raises(ValueError, match="a number is too large"):
+        await read_json(f'{{"metadata": [{",".join([long] * 950)}]}}'.encode())
+    assert not sizes
+    body = {"metadata": [1e-300, int(long[:308])] * 1000, "user": long}
+    assert await read(json.dumps(body).encode()) == body
 
 
 async def test_many_names_of_objects_are_refused() -> None:

@@ -14,6 +14,7 @@ LARGE: list[Any] = [
     [SMALL] * 2000,
     {f"n{index}": (index, [], {}) for index in range(5000)},
     ["x" * 5000] * 200,
+    [10**300] * 2000,
 ]
 
 
