@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator
 
 from galley.core.errors import InvalidField, Unimplemented
+from galley.core.sampling_params import MAX_LOGIT_BIAS_ENTRIES
 from galley.core.trees import MAX_WIDTH
 from services.gateway.http.parameters.parts import ContentPart, Few, Open
 from services.gateway.http.parameters.structured import Prediction, ResponseFormat, StructuredOutputs
@@ -72,9 +73,9 @@ class Parameters(Open):
     frequency_penalty: float | None = _bounds(minimum=-2, maximum=2)
     presence_penalty: float | None = _bounds(minimum=-2, maximum=2)
     repetition_penalty: float | None = _bounds(minimum=0.01, maximum=10)
-    logit_bias: dict[str, float] | None = Field(
-        None, max_length=1 << 10, description="Added to the logit of a token id."
-    )
+    logit_bias: (
+        Annotated[dict[str, float], Field(fail_fast=True, max_length=MAX_LOGIT_BIAS_ENTRIES)] | None
+    ) = Field(None, description="Added to the logit of a token id.")
     min_tokens: int | None = Field(None, ge=0, lt=1 << 32)
     stop: str | Few[str] | None = Field(None, description="Strings that end the answer.")
     stop_token_ids: Ids | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
@@ -12,6 +12,10 @@ from services.gateway.http.parameters.structured import TextOptions
 from services.gateway.http.parameters.tools import FlatToolChoice, FlatTools
 
 _LOGPROBS = "message.output_text.logprobs"
+Metadata: TypeAlias = Annotated[
+    dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=512)]],
+    Field(fail_fast=True, max_length=16),
+]
 
 
 class _Item(BaseModel):
@@ -60,13 +64,7 @@ class ResponseRequest(Parameters):
     )
     top_logprobs: int | None = Field(None, ge=0, le=20, description="Number of most likely tokens to return.")
     include: Few[Literal["message.output_text.logprobs"]] | None = None
-    metadata: (
-        dict[
-            Annotated[str, StringConstraints(max_length=64)],
-            Annotated[str, StringConstraints(max_length=512)],
-        ]
-        | None
-    ) = Field(None, max_length=16, description="Returned with the response.")
+    metadata: Metadata | None = Field(None, description="Returned with the response.")
 
     @property
     def wants_logprobs(self) -> bool:

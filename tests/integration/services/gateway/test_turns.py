@@ -186,6 +186,9 @@ CASES: dict[str, Callable[[Calls], Awaitable[object]]] = {
         "/v1/completions", b'{"max_tokens":4,"prompt":["hi"' + SPACES + b"]}"
     ),
     "http: chat with long integers, refused": lambda on: on.send("/v1/chat/completions", LONG_INTEGERS, 400),
+    "http: many wrong biases": lambda on: on.post(
+        "/v1/completions", {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(8000)), "")}, 400
+    ),
     "http: tokenize": lambda on: on.post("/tokenize", {"prompt": TEXT, "return_token_strs": True}),
     "http: detokenize": lambda on: on.post("/detokenize", {"tokens": IDS}),
     "http: response of a long text": lambda on: on.post(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import time
+from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
@@ -32,6 +33,12 @@ WRONG: list[tuple[type[BaseModel], str]] = [
     (TokenizeRequest, '{"messages": [%s 1]}'),
     (DetokenizeRequest, '{"tokens": ["", %s 1]}'),
 ]
+WRONG_ENTRIES: list[tuple[type[BaseModel], dict[str, Any], str]] = [
+    (CompletionRequest, {"prompt": ""}, "logit_bias"),
+    (ChatRequest, {"messages": []}, "logit_bias"),
+    (ResponseRequest, {"input": ""}, "logit_bias"),
+    (ResponseRequest, {"input": ""}, "metadata"),
+]
 
 
 @pytest.mark.parametrize(("model", "body"), WRONG)
@@ -39,6 +46,15 @@ def test_a_list_is_checked_up_to_its_first_wrong_entry(model: type[BaseModel], b
     with pytest.raises(ValidationError) as caught:
         model.model_validate(json.loads(body % ("1," * 100_000)))
     assert len(caught.value.errors()) <= 4
+
+
+@pytest.mark.parametrize(("model", "body", "name"), WRONG_ENTRIES)
+def test_an_object_is_checked_up_to_its_first_wrong_entry(
+    model: type[BaseModel], body: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate({**body, name: {str(index): [] for index in range(8000)}})
+    assert len(caught.value.errors()) == 1
 
 
 async def test_a_body_that_never_comes_is_refused_in_time(
