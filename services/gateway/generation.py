@@ -57,6 +57,9 @@ from services.gateway.telemetry.observer import RequestObserver, RequestObserver
 if TYPE_CHECKING:
     from galley.common.models.tokenizer import Tokenizer
 
+_SEED_BITS = 52
+"""Bits of a drawn seed: as a double, which JavaScript reads, it and those of further choices are the same."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -386,7 +389,11 @@ class Generation:
     def _check(self, request: pb.GenerateRequest) -> Request:
         model = self.model
         spec = parse_generate(
-            request, model.limits, model.tokenizer, model.request_model(), partial(secrets.randbits, 64)
+            request,
+            model.limits,
+            model.tokenizer,
+            model.request_model(),
+            partial(secrets.randbits, _SEED_BITS),
         )
         return Request(spec, body_hash(request), request.idempotency_key)
 

@@ -130,6 +130,13 @@ async def test_four_choices_are_those_of_four_seeds(client: HttpClient, stream: 
     assert len(set(texts)) == 4
 
 
+async def test_a_drawn_seed_can_be_sent_back_by_clients_whose_numbers_are_doubles(client: HttpClient) -> None:
+    drawn = await client.complete(seed=None, n=2)
+    again = await client.complete(seed=int(float(drawn["seed"])) + 1)
+    assert again["choices"][0]["text"] == drawn["choices"][1]["text"]
+    assert drawn["seed"] + 1 <= 2**53
+
+
 async def test_prompts_are_texts_or_token_ids(client: HttpClient) -> None:
     truth = text_of(true_output(PROMPT_TOKENS, MAX_TOKENS))
     for prompt in (PROMPT, [PROMPT], PROMPT_TOKENS, [PROMPT_TOKENS]):
