@@ -22,7 +22,7 @@ from structlog.contextvars import bind_contextvars
 from galley.common.config.settings import ServerLimits
 from galley.common.logs import get_logger, log_internal
 from galley.core import names
-from galley.core.errors import GalleyError
+from galley.core.errors import DeadlinePassed, GalleyError
 from services.gateway.auth.authentication import Authentication, identify
 from services.gateway.http.transport.connection import DRAIN, TRANSPORT
 from services.gateway.http.transport.errors import ErrorReply, Refused, error_reply, http_failure
@@ -39,6 +39,8 @@ SESSION_ID = "galley.session_id"
 """The key under which a handler leaves the id of the session that it began."""
 _OPEN_BODY_BYTES = 1024
 """Most bytes of a body where no key is needed: these calls have none."""
+_REPORT_S = 0.5
+"""Time that a handler has after the deadline to report it: a session then has ended as one that was late."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -112,7 +114,7 @@ class Front:
             await identify(self._authentication, call)
             most = self._limits.max_message_bytes
         body = await self._body(receive, call.invocation_metadata(), most)
-        async with _cancelled_by_disconnect(receive, reply):
+        async with _cancelled_by_disconnect(receive, reply), _ended_at_deadline(call, reply):
             await self._app(scope, _receive_once(body), reply)
 
     def _check_origin(self, scope: Scope, headers: Headers) -> None:
@@ -276,3 +278,31 @@ async def _cancelled_by_disconnect(receive: Receive, reply: _Reply) -> AsyncIter
         yield
     finally:
         watching.cancel()
+
+
+@asynccontextmanager
+async def _ended_at_deadline(call: HttpCall, reply: _Reply) -> AsyncIterator[None]:
+    """Cancel the current task soon after the deadline of its call, and raise DeadlinePassed.
+
+    A response that has begun is left to its handler.
+    """
+    remaining_s = call.time_remaining()
+    if remaining_s is None:
+        yield
+        return
+    limit = asyncio.timeout(None)
+
+    def end() -> None:
+        if not reply.has_begun:
+            limit.reschedule(0)
+
+    timer = asyncio.get_running_loop().call_later(remaining_s + _REPORT_S, end)
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise DeadlinePassed("the deadline of the call has passed") from None
+    finally:
+        timer.cancel()

@@ -99,6 +99,17 @@ async def test_each_choice_has_an_audit_of_its_own(client: HttpClient) -> None:
     assert response.status_code == 404
 
 
+async def test_an_audit_ends_at_its_deadline(world: World, gateway: Gateway, client: HttpClient) -> None:
+    session_id, _ = await finished(client)
+    world.target.gate.close()
+    path, deadline = f"/v1/sessions/{session_id}/audit", {"x-galley-timeout-s": "0.1"}
+    late = await client.raw.post(path, headers=deadline)
+    assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+    await world.target.was_cancelled()
+    world.target.gate.open()
+    assert (await audited(client, session_id))["verdict"] == "same"
+
+
 async def test_a_live_session_is_refused(world: World, client: HttpClient) -> None:
     world.target.gate.close_after(2)
     async with client.open("/v1/completions", {"prompt": "x", "seed": SEED, "max_tokens": 20}) as response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import threading
 from typing import Any, cast
 
 import pytest
@@ -12,6 +13,7 @@ from structlog.testing import capture_logs
 
 from galley.common.config.settings import ServerLimits
 from galley.common.metrics.registry import Registry
+from galley.common.models.tokenizer import Tokenizer
 from galley.common.server.server import Parts
 from galley.core.errors import InvalidField
 from services.gateway.http.transport.errors import error_reply
@@ -276,6 +278,29 @@ async def test_a_deadline_ends_the_work(world: World, gateway: Gateway, client: 
     assert len(response.headers["x-galley-session-id"]) == 32
     world.target.gate.open()
     await gateway.idle()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/tokenize", {"prompt": "x"}), (COMPLETIONS, BODY | {"prompt": "x" * 2000})]
+)
+async def test_a_prompt_that_is_still_read_at_the_deadline_is_given_up(
+    world: World, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    gateway = await world.gateway(http_port=0, max_sessions=1)
+    held, encode = threading.Event(), Tokenizer.encode
+
+    def encode_later(*given: Any) -> Any:
+        assert held.wait(PATIENCE_S)
+        return encode(*given)
+
+    async with http_client(gateway.http) as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(Tokenizer, "encode", encode_later)
+            response = await client.post(path, body, x_galley_timeout_s="0.1")
+            assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+            await gateway.has_places()
+            held.set()
+        assert (await client.post(path, body)).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
