@@ -31,6 +31,8 @@ _TYPES: dict[int, str] = {
     HTTPStatus.FORBIDDEN: "permission_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
 }
+_FINAL = frozenset({HTTPStatus.CONFLICT, HTTPStatus.GATEWAY_TIMEOUT})
+"""Statuses that OpenAI's clients would repeat, in vain: the conflict stays, and the time is used up."""
 _NOT_PRINTABLE = re.compile(r"[^!-~ ]")
 _MOST_SHOWN = 128
 _UNAVAILABLE_RETRY_S = 1.0
@@ -110,6 +112,8 @@ def error_reply(error: BaseException, method: str = "", path: str = "") -> Error
         headers = _retry_after(error.retry_after_s)
     elif status == HTTPStatus.SERVICE_UNAVAILABLE:
         headers = _retry_after(_UNAVAILABLE_RETRY_S)
+    elif status in _FINAL:
+        headers = {"x-should-retry": "false"}
     elif status == HTTPStatus.UNAUTHORIZED:
         headers = {"www-authenticate": "Bearer"}
     return ErrorReply(status, message_of(error), error_type(error), _NAMED.get(type(error)), headers)

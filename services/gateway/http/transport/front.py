@@ -41,6 +41,7 @@ _OPEN_BODY_BYTES = 1024
 """Most bytes of a body where no key is needed: these calls have none."""
 _REPORT_S = 0.5
 """Time that a handler has after the deadline to report it: a session then has ended as one that was late."""
+_EXPOSED = "x-galley-session-id, x-request-id, x-should-retry, retry-after, warning"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -172,7 +173,7 @@ class Front:
             extra += [
                 ("access-control-allow-origin", origin),
                 ("vary", "origin"),
-                ("access-control-expose-headers", "x-galley-session-id, x-request-id, retry-after, warning"),
+                ("access-control-expose-headers", _EXPOSED),
             ]
         return [(name.encode(), value.encode("latin-1")) for name, value in extra]
 

@@ -232,6 +232,23 @@ async def test_each_status_has_its_exception(world: World) -> None:
         assert (away.value.status_code, away.value.response.headers["retry-after"]) == (503, "1")
 
 
+async def test_the_client_does_not_repeat_what_a_repeat_cannot_help(
+    world: World, openai_client: openai.AsyncOpenAI
+) -> None:
+    async def error_of(status: int, prompt: str = PROMPT, **headers: str) -> None:
+        with pytest.raises(openai.APIStatusError) as caught:
+            await openai_client.completions.create(model="tiny", prompt=prompt, extra_headers=headers)
+        sent = caught.value.response.request.headers
+        assert (caught.value.status_code, sent["x-stainless-retry-count"]) == (status, "0")
+
+    key = {"idempotency-key": "once"}
+    await openai_client.completions.create(model="tiny", prompt=PROMPT, extra_headers=key)
+    await error_of(409, "Other.", **key)
+    world.target.gate.close()
+    await error_of(504, **{"x-galley-timeout-s": "0.2"})
+    world.target.gate.open()
+
+
 async def test_a_stream_that_breaks_raises(world: World) -> None:
     gateway = await world.gateway(http_port=0, target_timeout_s=0.5)
     async with openai.AsyncOpenAI(base_url=f"http://{gateway.http}/v1", api_key="none") as client:
