@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import count
 from typing import Any
 
 from fastapi import Query
@@ -67,12 +66,12 @@ class Sessions:
         self._generation.admit_reading_call(call)
         stored = await self._generation.read(session_id, call)
         form = stored_format(stored.fields)
-        choices = [stored]
+        choices = {0: stored}
         for index in range(1, form.choices):
             with suppress(UnknownSession):
-                choices.append(await self._generation.read(choice_id(session_id, index), call))
-        spec, statistics = await self._generation.statistics_of(choices)
-        return JSONResponse(self._describe(choices, spec, statistics))
+                choices[index] = await self._generation.read(choice_id(session_id, index), call)
+        spec, statistics = await self._generation.statistics_of([*choices.values()])
+        return JSONResponse(self._describe(choices, form.n, spec, statistics))
 
     async def audit(
         self,
@@ -116,23 +115,29 @@ class Sessions:
         return JSONResponse({"id": session_id, "object": "galley.session", "aborted": True})
 
     def _describe(
-        self, choices: Sequence[StoredSession], spec: SessionSpec, statistics: Sequence[LogStatistics]
+        self,
+        choices: Mapping[int, StoredSession],
+        n: int,
+        spec: SessionSpec,
+        statistics: Sequence[LogStatistics],
     ) -> dict[str, Any]:
+        """Return the state of the known choices, by their indexes; each prompt has `n`, and counts once."""
         first = choices[0]
-        described = [*map(_choice, count(), choices, statistics)]
+        described = [*map(_choice, choices, choices.values(), statistics)]
+        prompt = sum({index // n: one.prompt_len for index, one in choices.items()}.values())
         output = sum(one["completion_tokens"] for one in described)
         return {
             "id": first.ownership.session_id,
             "object": "galley.session",
             "created": first.created_ms // 1000,
             "model": self._generation.model.name_of(spec),
-            "state": "finished" if all(one.state == "finished" for one in choices) else "live",
+            "state": "finished" if all(one.state == "finished" for one in choices.values()) else "live",
             "seed": spec.sampling.seed,
             "choices": described,
             "usage": {
-                "prompt_tokens": first.prompt_len,
+                "prompt_tokens": prompt,
                 "completion_tokens": output,
-                "total_tokens": first.prompt_len + output,
+                "total_tokens": prompt + output,
                 "completion_tokens_details": {
                     "accepted_prediction_tokens": sum(one["accepted_prediction_tokens"] for one in described)
                 },

@@ -8,6 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from redis.asyncio import Redis
 
 from galley.client.client import AsyncClient
 from galley.client.options import Message
@@ -147,6 +148,24 @@ async def test_prompts_are_texts_or_token_ids(client: HttpClient) -> None:
     assert texts[0] == PROMPT + truth
     assert [text.startswith(PROMPT) for text in texts] == [True, True, False, False]
     assert texts[3] == "Go on." + text_of(true_output([*b"Go on."], MAX_TOKENS, SEED + 1))
+
+
+async def test_a_session_counts_as_its_response_did(world: World, client: HttpClient) -> None:
+    answer = await client.complete(prompt=[PROMPT, "Go on."], n=2)
+    session_id = answer["id"].removeprefix("cmpl-")
+
+    async def state() -> tuple[list[int], int]:
+        read = (await client.raw.get(f"/v1/sessions/{session_id}")).json()
+        assert read["usage"]["total_tokens"] == sum(
+            read["usage"][name] for name in ("prompt_tokens", "completion_tokens")
+        )
+        return [choice["index"] for choice in read["choices"]], read["usage"]["prompt_tokens"]
+
+    assert await state() == ([0, 1, 2, 3], answer["usage"]["prompt_tokens"])
+    async with Redis.from_url(world.redis_url) as store:
+        for index in (1, 2):
+            await store.delete(f"galley:sessions:default:{{{choice_id(session_id, index)}}}")
+    assert await state() == ([0, 3], answer["usage"]["prompt_tokens"]), "those that have expired are left out"
 
 
 async def test_logprobs_have_the_form_of_each_api(client: HttpClient) -> None:
