@@ -71,6 +71,13 @@ def completion_logprobs(
     def text(token: int) -> str:
         return token_bytes(token).decode(errors="replace")
 
+    def top(token: int, at: PositionLogprobs) -> dict[str, float]:
+        """Return the likeliest texts, and that of the token. Of tokens with one text the likeliest counts."""
+        by_text: dict[str, float] = {}
+        for other, logprob in (*at.top, (token, at.logprob)):
+            by_text.setdefault(text(other), logprob)
+        return by_text
+
     texts, offsets = [text(token) for token in tokens], []
     for one in texts:
         offsets.append(offset)
@@ -78,6 +85,6 @@ def completion_logprobs(
     return {
         "tokens": texts,
         "token_logprobs": [at.logprob for at in logprobs],
-        "top_logprobs": [{text(token): value for token, value in at.top} for at in logprobs],
+        "top_logprobs": [*map(top, tokens, logprobs)],
         "text_offset": offsets,
     }
