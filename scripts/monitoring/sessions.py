@@ -160,7 +160,7 @@ SESSIONS = Dashboard(
                     "Session store retries",
                     "Calls per second that were repeated because the store did not respond.",
                     (Query(rate(of.STORE_RETRIES), "retries"),),
-                    runbooks=("GalleyCommitSlow",),
+                    runbooks=("GalleyStoreDown", "GalleyCommitSlow"),
                     unit="suffix: calls/s",
                     limits=(0.1, 1),
                     width=12,

@@ -179,6 +179,7 @@ Burn rates of the error budgets and their alerts, as in Google's SRE workbook, c
         sum by ({{ $by }}) (galley_sessions_open{ {{- $in -}} }) > 0
           unless sum by ({{ $by }}) (rate(galley_rounds_total{ {{- $in -}} }[5m])) > 0
           unless sum by ({{ $by }}) (rate(galley_batch_duration_seconds_count{ {{- $in -}} }[5m])) > 0
+          unless sum by ({{ $by }}) (rate(galley_store_retries_total{ {{- $in -}} }[5m])) > 0
       )
   {{- include "galley.alertFields" (list $ .) | nindent 2 }}
   annotations:
@@ -187,6 +188,21 @@ Burn rates of the error budgets and their alerts, as in Google's SRE workbook, c
       For {{ .for }} no gateway has had an available target replica, or streams were open while no step of a target ended. Streams
       pause, then end with UNAVAILABLE.
     {{ include "galley.runbook" (list $ "GalleyTargetPoolDown") }}
+{{- end }}
+{{- end }}
+{{- with $alerts.GalleyStoreDown }}
+{{- if .enabled }}
+- alert: GalleyStoreDown
+  expr: |
+    sum by ({{ $by }}) (rate(galley_store_retries_total{ {{- $in -}} }[2m])) > 0
+      unless sum by ({{ $by }}) (rate(galley_commit_duration_seconds_count{outcome="ok", {{ $in }}}[2m])) > 0
+  {{- include "galley.alertFields" (list $ .) | nindent 2 }}
+  annotations:
+    summary: The session store is down
+    description: >-
+      For {{ .for }} calls to the session store were repeated and no commit succeeded. Calls and streams end with UNAVAILABLE.
+      Replicas that start cannot register.
+    {{ include "galley.runbook" (list $ "GalleyStoreDown") }}
 {{- end }}
 {{- end }}
 {{- with $alerts.GalleyDraftPoolDown }}
