@@ -142,7 +142,7 @@ OVERVIEW = Dashboard(
                     "Replicas",
                     "Replicas known to the gateways: the largest number that one gateway reports.",
                     (Query(largest(of.REPLICAS, "pool", "state"), "{{pool}} {{state}}"),),
-                    runbooks=("GalleyTargetPoolDown", "GalleyDraftPoolDown"),
+                    runbooks=("GalleyTargetPoolDown", "GalleyDraftPoolDown", "GalleyReplicaDown"),
                     unit="none",
                 ),
                 Panel(

@@ -226,6 +226,19 @@ Burn rates of the error budgets and their alerts, as in Google's SRE workbook, c
     {{ include "galley.runbook" (list $ "GalleyDraftPoolDown") }}
 {{- end }}
 {{- end }}
+{{- with $alerts.GalleyReplicaDown }}
+{{- if .enabled }}
+- alert: GalleyReplicaDown
+  expr: max by ({{ $by }}, pool) (galley_replicas{state="down", {{ $in }}}) > 0
+  {{- include "galley.alertFields" (list $ .) | nindent 2 }}
+  annotations:
+    summary: Gateways cannot use a replica of the pool {{ `{{ $labels.pool }}` }}
+    description: >-
+      Registered replicas of the pool {{ `{{ $labels.pool }}` }} that a gateway could not use for {{ .for }}:
+      {{ `{{ $value | printf "%.0f" }}` }}. They do not answer, or are refused.
+    {{ include "galley.runbook" (list $ "GalleyReplicaDown") }}
+{{- end }}
+{{- end }}
 {{- with $alerts.GalleyFailoverRateHigh }}
 {{- if .enabled }}
 - alert: GalleyFailoverRateHigh
