@@ -119,6 +119,16 @@ def test_a_runbook_has_queries_and_commands(name: str) -> None:
     assert not re.search(r"`--[a-z-]+`", text), "name a value of the chart, not a flag"
 
 
+@pytest.mark.parametrize("page", sorted(RUNBOOKS.glob("*.md")), ids=lambda page: page.stem)
+def test_commands_of_runbooks_go_on(page: Path) -> None:
+    """One pod without a log does not end the logs of the others, and no command holds up the next one."""
+    text = page.read_text()
+    logs = re.findall(r"kubectl -n \$NS logs -l [^|`\n]+", text)
+    assert not [command for command in logs if "--ignore-errors" not in command]
+    assert not [command for command in logs if "--container" in command and "component=" not in command]
+    assert not [line for line in fenced(text, "sh") if "port-forward" in line and not line.endswith("&")]
+
+
 def test_runbooks_name_values_of_the_chart() -> None:
     roots = set(default_values())
     named = {
