@@ -281,6 +281,7 @@ def test_the_trial_store_keeps_an_append_only_file(manifests: list[Manifest]) ->
     args: list[str] = container(store)["args"]
     assert args[args.index("--appendonly") + 1] == "yes"
     assert args[args.index("--maxmemory-policy") + 1] == "noeviction"
+    assert args[args.index("--latency-monitor-threshold") + 1] == "100", "latency doctor would know nothing"
     assert store["spec"]["volumeClaimTemplates"][0]["metadata"]["name"] == "data"
     for probe in ("startupProbe", "readinessProbe"):
         assert "-e" in container(store)[probe]["exec"]["command"], "it would be ready while it loads"

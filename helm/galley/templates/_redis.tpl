@@ -56,6 +56,9 @@ containers:
       # An evicted log is a lost session.
       - --maxmemory-policy
       - noeviction
+      # Record what takes longer, in ms, for `latency doctor`.
+      - --latency-monitor-threshold
+      - "100"
       {{- with include "galley.storeMemory" .root }}
       # When this is full, the server refuses writes, and streams wait until sessions expire. Without it the kubelet
       # would kill the server, which would be as large again after its restart.
