@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,7 +70,9 @@ def test_helm_test_runs_a_valid_command(values: Manifest) -> None:
 def commands(values: Manifest) -> dict[str, list[str]]:
     """Return the arguments of the commands in the notes by program; the last of each."""
     text = notes(values).replace("\\\n", " ")
-    lines = re.findall(r"^  (kubectl|helm|grpcurl|curl) (.*?)( &| > .*)?$", text, re.MULTILINE)
+    lines = re.findall(
+        r"^  (?:printf .* \| )?(kubectl|helm|grpcurl|curl) (.*?)( &| > .*)?$", text, re.MULTILINE
+    )
     return {f"{name} {shlex.split(rest)[2]}": shlex.split(rest) for name, rest, _ in lines}
 
 
@@ -80,9 +83,9 @@ def request_of(args: list[str]) -> str:
 @pytest.mark.parametrize("values", [{}, WITH_KEYS, WITH_PUBLIC], ids=["plain", "with keys", "public"])
 def test_notes_call_from_inside_a_pod(values: Manifest) -> None:
     args = commands(values)["kubectl exec"]
-    assert args[:6] == ["-n", "galley", "exec", "deployment/proof-galley-gateway", "-c", "gateway"]
+    place = ["deployment/proof-galley-gateway", "-c", "gateway"]
+    assert args[: args.index("--")] == ["-n", "galley", "exec", *(["-i"] if "auth" in values else []), *place]
     given = args[args.index("--") + 1 :]
-    assert ("GALLEY_API_KEY=$KEY" in given) is ("auth" in values)
     start = given.index("python")
     assert given[start : start + 4] == ["python", "-m", "galley.cli", "generate"]
     actual = parsed(given[start + 4 :])
@@ -93,6 +96,19 @@ def test_notes_call_from_inside_a_pod(values: Manifest) -> None:
     if tls and not actual["tls"]:
         assert actual["tls_ca_file"].rpartition("/")[0] in mounts
     assert bool(actual["tls_server_name"]) is bool(tls)
+
+
+def test_notes_give_a_key_to_a_pod_by_standard_input() -> None:
+    """The arguments of `kubectl exec` are in the URL of its request, and so in the cluster's audit log."""
+    args = commands(WITH_KEYS)["kubectl exec"]
+    assert not [arg for arg in args if "$KEY" in arg]
+    assert """printf %s "$KEY" | kubectl""" in notes(WITH_KEYS)
+    given = args[args.index("--") + 1 :]
+    show = ["printenv", API_KEY_VARIABLE]
+    wrapper = given[: given.index("python")]
+    shown = subprocess.run([*wrapper, *show], input=b"my key", capture_output=True, check=True)
+    assert shown.stdout == b"my key\n"
+    assert not notes({}).count("printf")
 
 
 def test_notes_call_from_inside_no_pod_that_lacks_a_certificate() -> None:
