@@ -39,6 +39,15 @@ POOLS: dict[str, Any] = {
 BARE: dict[str, Any] = {"drafts": [{"name": "bare", "settings": None}]}
 
 
+@pytest.mark.parametrize("name", ["8", "1e3", "on", "null"])
+def test_the_name_of_a_pool_is_a_text(name: str) -> None:
+    rendered = render({"drafts": [{"name": name}]})
+    for manifest in rendered:
+        schemas.check(manifest)
+    pool = workloads(rendered)[f"draft-{name}"]
+    assert pool["spec"]["selector"]["matchLabels"]["galley-pool"] == name
+
+
 def test_each_pool_has_its_own_model_and_hardware() -> None:
     rendered = render(POOLS)
     hold(rendered)

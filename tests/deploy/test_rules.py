@@ -136,6 +136,11 @@ def test_values_tune_the_rules(tmp_path: Path) -> None:
     promtool("check rules", file)
 
 
+@pytest.mark.parametrize("severity", ["1", "1e3", "on"])
+def test_a_severity_is_a_text(severity: str) -> None:
+    assert alert_of(rules_of({"severities": {"page": severity}}), "GalleyCommitSlow", severity)
+
+
 def test_rules_without_any_alert_can_be_loaded(tmp_path: Path) -> None:
     names = default_values()["monitoring"]["rules"]["alerts"]
     spec = rules_of({"alerts": {name: {"enabled": False} for name in names}})

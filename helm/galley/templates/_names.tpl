@@ -33,7 +33,7 @@ app.kubernetes.io/instance: {{ toYaml .Release.Name }}
 app.kubernetes.io/component: {{ .component | default .role }}
 {{- with .values }}
 {{- with .name }}
-galley-pool: {{ . }}
+galley-pool: {{ toYaml . }}
 {{- end }}
 {{- end }}
 {{- end -}}

@@ -29,7 +29,7 @@ le="{{ . }}"
 {{- $its := last . -}}
 for: {{ $its.for }}
 labels:
-  severity: {{ index $rules.severities $its.severity }}
+  severity: {{ index $rules.severities $its.severity | toYaml }}
   {{- with $rules.labels }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
