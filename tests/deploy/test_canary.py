@@ -116,6 +116,10 @@ def test_it_is_not_scaled_and_does_not_count_where_drafts_are() -> None:
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
+        (
+            {"keda": KEDA, "fullnameOverride": "n" * 34},
+            "draft.canary.enabled: must give objects a name of at most 46 characters with keda.enabled, got",
+        ),
         ({"draft": {"canary": {"version": ""}}}, "version"),
         ({"draft": {"canary": {"version": "a=b"}}}, "version"),
         ({"draft": {"canary": {"share": 0.6}}}, "share"),

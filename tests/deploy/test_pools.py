@@ -122,6 +122,14 @@ def test_each_pool_scales_by_its_own_pods() -> None:
     assert "pod=~" not in age["metadata"]["query"]
 
 
+def test_only_pools_that_keda_scales_need_short_names() -> None:
+    """Kubernetes cuts what precedes the random part of a pod's name to 58 characters."""
+    long = {"drafts": [{"name": "a"}], "fullnameOverride": "n" * 39}
+    assert render(long)
+    assert render({**long, "keda": {**KEDA, "draft": {"enabled": False}}})
+    assert render({**long, "keda": KEDA, "fullnameOverride": "n" * 38})
+
+
 def test_a_pool_may_scale_by_cpu() -> None:
     autoscaling = {"enabled": True, "minReplicas": 1, "maxReplicas": 9}
     pools = [{**POOLS["drafts"][0], "autoscaling": autoscaling}, POOLS["drafts"][1]]
@@ -161,6 +169,10 @@ def test_a_job_downloads_the_models_of_all_pools() -> None:
         (
             {"drafts": [{"name": "a", "keda": {"minReplicas": 9}}], "keda": KEDA},
             "drafts[a].keda.minReplicas: must be at most drafts[a].keda.maxReplicas (8), got 9",
+        ),
+        (
+            {"drafts": [{"name": "a"}], "keda": KEDA, "fullnameOverride": "n" * 39},
+            "drafts[a].name: must give objects a name of at most 46 characters with keda.enabled, got nnn",
         ),
         (
             {"drafts": [{"name": "a", "modelSize": "5Gi", "settings": {"model": "example/small"}}]},

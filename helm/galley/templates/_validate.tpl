@@ -170,6 +170,14 @@ of bounds.
 {{- $at := ternary (printf "%s.keda" .path) (printf "keda.%s" .role) (hasKey .values "keda") -}}
 {{- fail (printf "%s.minReplicas: must be at most %s.maxReplicas (%v), got %v" $at $at $scaling.maxReplicas $scaling.minReplicas) -}}
 {{- end -}}
+{{- if or (and .values.name $scaling.enabled) (and .component $keda.draft.enabled) -}}
+{{- /* Kubernetes cuts what precedes the random part of a pod's name to 58 characters, of which a hash and two dashes take 12. */}}
+{{- $name := include "galley.roleName" (merge (dict "root" $) .) -}}
+{{- if gt (len $name) 46 -}}
+{{- $at := ternary "draft.canary.enabled" (printf "%s.name" .path) (hasKey . "component") -}}
+{{- fail (printf "%s: must give objects a name of at most 46 characters with keda.enabled, got %s; shorten it or set fullnameOverride" $at $name) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- if eq .Values.monitoring.scrape "none" -}}
 {{- fail "monitoring.scrape: must not be none with keda.enabled, because KEDA queries Prometheus for the metrics of the pods" -}}
