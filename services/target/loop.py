@@ -19,7 +19,7 @@ from galley.common.metrics import catalogue
 from galley.common.metrics.registry import Registry
 from galley.common.tracing.light_spans import LightSpan, SpanScope
 from galley.core.errors import GalleyError, Unavailable
-from galley.core.scheduler.memory import KvFacts
+from galley.core.scheduler.memory import KvMemory
 from galley.core.scheduler.messages import BatchInfo, Confirmed, Extend, Response, VerifyRequest
 from galley.core.scheduler.scheduler import Linger
 from galley.core.step import StepOutcome, StepPlan
@@ -72,7 +72,7 @@ class StepMeter:
             self._age.observe(queue_time_ns / _SECOND)
 
 
-def _blocks(kv: KvFacts) -> list[tuple[tuple[str], float]]:
+def _blocks(kv: KvMemory) -> list[tuple[tuple[str], float]]:
     used, free = kv.live_blocks, kv.empty
     return [(("used",), used), (("cached",), kv.total - used - free), (("free",), free)]
 

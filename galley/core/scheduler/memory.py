@@ -9,8 +9,11 @@ from galley.core.content import Hit, Miss, SessionKey
 from galley.core.kv.table import Reservation
 
 
-class KvFacts(Protocol):
-    """The state of KV memory that leases, metrics and spans report."""
+class KvMemory(Protocol):
+    """The KV of sessions, as the scheduler uses it; `KvTable` documents each call.
+
+    A memory whose engine divides its own blocks reserves nothing and has no block table.
+    """
 
     @property
     def total(self) -> int:
@@ -36,13 +39,6 @@ class KvFacts(Protocol):
 
     def cached_prefixes(self, limit: int) -> list[bytes]:
         """Return the chained hashes of cached blocks (`content.block_hashes`), at most `limit`."""
-
-
-class KvMemory(KvFacts, Protocol):
-    """The KV of sessions, as the scheduler uses it; `KvTable` documents each call.
-
-    A memory whose engine divides its own blocks reserves nothing and has no block table.
-    """
 
     @property
     def max_sessions(self) -> int:

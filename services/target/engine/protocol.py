@@ -12,13 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from galley.core.content import BlockChain, SessionKey
 from galley.core.cost.model import StepTimes
-from galley.core.errors import GalleyError
-from galley.core.scheduler.batch import SchedulerCounts
-from galley.core.scheduler.memory import KvFacts
-from galley.core.scheduler.messages import BatchInfo, Extend, Response, VerifyRequest
-from galley.core.scheduler.scheduler import MAX_ROWS, Linger
+from galley.core.scheduler.memory import KvMemory
+from galley.core.scheduler.scheduler import MAX_ROWS, Scheduler
 from galley.core.step import StepOutcome, StepPlan, StepTrace
 
 
@@ -79,64 +75,37 @@ class LoadedEngine(Protocol):
     def serve(self, times: StepTimes, limits: Limits) -> TargetEngine: ...
 
 
-class TargetEngine(Protocol):
-    """An engine that serves requests. All is called on the event loop, except `run`; one step at a time.
+class TargetEngine(Scheduler):
+    """A scheduler with the engine that runs its steps. All is called on the event loop, except `run`."""
 
-    Requests, responses and steps are those of `galley.core.scheduler.scheduler`, which documents the calls.
-    """
-
-    @property
-    def info(self) -> EngineInfo: ...
-
-    @property
-    def limits(self) -> Limits: ...
-
-    @property
-    def times(self) -> StepTimes:
-        """Return the times of steps as measured at the start."""
-
-    @property
-    def kv(self) -> KvFacts: ...
-
-    @property
-    def counts(self) -> SchedulerCounts: ...
-
-    @property
-    def queue_depth(self) -> int: ...
-
-    @property
-    def queue_times_ns(self) -> Sequence[int]:
-        """Return the queue times, in ns, of the requests that started in the last step."""
-
-    @property
-    def current_batch(self) -> BatchInfo: ...
-
-    def block_chain(self, key: SessionKey, start: int, prefix_hash: bytes) -> BlockChain | None: ...
-
-    def submit(self, message: VerifyRequest, now: int) -> int: ...
-
-    def extend(self, request_id: int, extension: Extend, now: int) -> None: ...
-
-    def cancel(self, request_id: int) -> None: ...
-
-    def expire(self, now: int) -> None: ...
-
-    def drain(self) -> None: ...
-
-    def abandon(self, error: GalleyError) -> None: ...
-
-    def take_responses(self) -> list[Response]: ...
-
-    def plan(self, now: int) -> StepPlan | Linger | None: ...
+    def __init__(
+        self,
+        kv: KvMemory,
+        info: EngineInfo,
+        times: StepTimes,
+        limits: Limits,
+        *,
+        max_itl_ns: int = 0,
+        divides_prompts: bool = False,
+    ) -> None:
+        """Keep `times` as measured at the start; the scheduler learns from there."""
+        super().__init__(
+            kv,
+            times,
+            max_rows=limits.max_rows,
+            max_waiting=limits.max_waiting,
+            max_linger_ns=round(limits.max_linger_ms * 1e6),
+            max_itl_ns=max_itl_ns,
+            divides_prompts=divides_prompts,
+        )
+        self.max_draft_tokens = limits.max_draft_tokens
+        self.info = info
+        self.limits = limits
+        self.times = times
 
     def run(self, plan: StepPlan, watch: StepTrace | None = None) -> Sequence[StepOutcome]:
         """Return the outcome of each chunk, in order; blocks. A `watch` gets the times.
 
         Raise if the whole step failed; the KV that its chunks were to write is then undefined.
         """
-
-    def conclude(
-        self, plan: StepPlan, outcomes: Sequence[StepOutcome], now: int, batch_span: bytes = b""
-    ) -> BatchInfo: ...
-
-    def fail(self, plan: StepPlan, error: GalleyError) -> None: ...
+        raise NotImplementedError

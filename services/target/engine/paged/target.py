@@ -7,9 +7,8 @@ from typing import Protocol
 
 from galley.core.cost.model import StepTimes
 from galley.core.kv.table import KvTable
-from galley.core.scheduler.scheduler import Scheduler
 from galley.core.step import StepOutcome, StepPlan, StepTrace
-from services.target.engine.protocol import EngineInfo, Limits
+from services.target.engine.protocol import EngineInfo, Limits, TargetEngine
 
 
 class StepEngine(Protocol):
@@ -26,9 +25,7 @@ class StepEngine(Protocol):
         """
 
 
-class PagedTarget(Scheduler):
-    """A `TargetEngine`: a scheduler with the engine that runs its steps."""
-
+class PagedTarget(TargetEngine):
     def __init__(
         self,
         engine: StepEngine,
@@ -37,20 +34,11 @@ class PagedTarget(Scheduler):
         mask_wait_ns: Callable[[], int] = lambda: 0,
     ) -> None:
         """Run steps on `engine`; `mask_wait_ns` tells for how long they have waited for masks so far."""
-        self.info = engine.info
-        super().__init__(
-            KvTable(self.info.kv_blocks, self.info.kv_block_tokens, limits.max_sessions),
-            times,
-            max_rows=limits.max_rows,
-            max_waiting=limits.max_waiting,
-            max_linger_ns=round(limits.max_linger_ms * 1e6),
-            max_itl_ns=round(limits.max_itl_ms * 1e6),
-        )
-        self.max_draft_tokens = limits.max_draft_tokens
-        self.takes_trees = self.info.trees
-        self.feature_size = self.info.feature_size
-        self.limits = limits
-        self.times = times
+        info = engine.info
+        kv = KvTable(info.kv_blocks, info.kv_block_tokens, limits.max_sessions)
+        super().__init__(kv, info, times, limits, max_itl_ns=round(limits.max_itl_ms * 1e6))
+        self.takes_trees = info.trees
+        self.feature_size = info.feature_size
         self._engine = engine
         self._mask_wait_ns = mask_wait_ns
 

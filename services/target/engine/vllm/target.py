@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from galley.core.cost.model import StepTimes
 from galley.core.errors import GalleyError, Unavailable
 from galley.core.scheduler.messages import BatchInfo, VerifyRequest
-from galley.core.scheduler.scheduler import Linger, Scheduler
+from galley.core.scheduler.scheduler import Linger
 from galley.core.step import Computed, Sampled, StepOutcome, StepPlan, StepTrace
-from services.target.engine.protocol import Limits
+from services.target.engine.protocol import Limits, TargetEngine
 from services.target.engine.vllm.measurement import measure
 from services.target.engine.vllm.protocol import CoreFacts, CoreLost, SequenceStep, SteppedCore
 from services.target.engine.vllm.sessions import Orders, VllmSessions
@@ -34,25 +34,13 @@ class VllmEngine:
         return VllmTarget(self._core, times, limits)
 
 
-class VllmTarget(Scheduler):
-    """A `TargetEngine` over a `SteppedCore`."""
-
+class VllmTarget(TargetEngine):
     def __init__(self, core: SteppedCore, times: StepTimes, limits: Limits) -> None:
         info = core.info
         most = min(limits.max_sessions, core.max_sequences)
         self._sessions = VllmSessions(info.kv_blocks, info.kv_block_tokens, most)
-        super().__init__(
-            self._sessions,
-            times,
-            max_rows=limits.max_rows,
-            max_waiting=limits.max_waiting,
-            max_linger_ns=round(limits.max_linger_ms * 1e6),
-            divides_prompts=True,
-        )
+        super().__init__(self._sessions, info, times, limits, divides_prompts=True)
         self.max_draft_tokens = min(limits.max_draft_tokens, core.max_draft_tokens)
-        self.info = info
-        self.limits = limits
-        self.times = times
         self._core = core
         self._is_lost = False
         self._orders = Orders((), (), {})  # of the step in progress, or of the last one
