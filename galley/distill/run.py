@@ -7,6 +7,7 @@ last.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import nn
 
 from galley.common.models.files import DEFAULT_MODEL
 from galley.distill.data.corpus import Corpus
@@ -32,8 +34,8 @@ from galley.distill.training.evaluation import (
 )
 from galley.distill.training.models import Llama
 from galley.distill.training.training import (
-    Keeping,
     Labels,
+    LossOf,
     Progress,
     Training,
     hard_labels,
@@ -63,15 +65,28 @@ def distil(options: Options, reports: Reports) -> Distilled:
     job = prepare(options, reports)
     labels = _labelled(job)
     measure = _measurer(job)
-    training = _trained(job, labels, measure)
-    draft = sharpened(training.student)
+    student = job.student()
+
+    def measured(now: Progress) -> dict[str, Any]:
+        acceptance = measure(student, job.heads)
+        reports.measured(now.seen, acceptance)
+        return {"acceptance": as_table(acceptance)}
+
+    loss_of = label_loss(student, labels, options.hardness, job.dtype)
+    progress = train_draft(job, student, job.train, loss_of, measured)
+    draft = sharpened(student)
     acceptance = measure(as_stored(draft), job.heads)
     against = None if job.present is None else measure(*job.present)
     write_draft(options.out, draft, job.target, job.heads, options.target)
     # If a point was measured twice, the last measurement counts.
     points = {point["seen"]: point for point in kept_lines(options.work / CURVE)}
     curve = [point for _, point in sorted(points.items())]
-    write_record(options, training.progress, (job.train, job.held_out), acceptance, against)
+    record = record_of(options, job.train, job.held_out, progress)
+    record["epochs"] = round(progress.seen / record["train"]["answer_tokens"], 2)
+    record["acceptance"] = as_table(acceptance)
+    if against is not None:
+        record["acceptance_of_present_draft"] = as_table(against)
+    write_record(options.out, record, _readme(record))
     return Distilled(acceptance, against, curve)
 
 
@@ -99,58 +114,63 @@ def _measurer(job: Job) -> Callable[[Llama, NDArray[np.int64]], dict[str, Accept
     return lambda draft, heads: evaluate(job.held_out, reference, draft, heads, job.options.seed)
 
 
-def _trained(
-    job: Job, labels: Labels, measure: Callable[[Llama, NDArray[np.int64]], dict[str, Acceptance]]
-) -> Training[Llama]:
+def train_draft(
+    job: Job,
+    student: nn.Module,
+    corpus: Corpus,
+    loss_of: LossOf,
+    measure: Callable[[Progress], dict[str, Any]],
+) -> Progress:
+    """Train from the checkpoint, if there is one, to the end.
+
+    Each measurement becomes a line of the curve, and is followed by a checkpoint.
+    """
     options = job.options
-    student = job.student()
+    checkpoint, curve = options.work / CHECKPOINT, options.work / CURVE
     training = Training(student, job.schedule)
-    kept_lines(options.work / CURVE)  # drops a line cut off by a kill
+    kept_lines(curve)  # drops a line cut off by a kill
     job.reports.stage("training", options.tokens)
+    if checkpoint.exists():
+        training.load(checkpoint, job.identity)
+    stored_at = time.monotonic()
 
-    def measured(now: Progress) -> None:
-        acceptance = measure(student, job.heads)
-        job.reports.measured(now.seen, acceptance)
-        with (options.work / CURVE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"seen": now.seen, "acceptance": as_table(acceptance)}) + "\n")
+    def keep(now: Progress) -> None:
+        nonlocal stored_at
+        job.reports.done(now.seen, f"loss {now.loss:.3f}")
+        every, before = options.evaluate_every, now.seen - now.batch_rows
+        if now.seen >= options.tokens or now.seen // every > before // every:
+            line = json.dumps({"seen": now.seen} | measure(now))
+            with curve.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        elif time.monotonic() - stored_at < options.checkpoint_s:
+            return
+        training.save(checkpoint, job.identity)
+        stored_at = time.monotonic()
 
-    keeping = Keeping(options.work / CHECKPOINT, job.identity, options.checkpoint_s, options.evaluate_every)
-    keeping.continue_to_the_end(
-        training,
-        job.train,
-        label_loss(student, labels, options.hardness, job.dtype),
-        lambda now: job.reports.done(now.seen, f"loss {now.loss:.3f}"),
-        measured,
-    )
-    return training
+    training.run(corpus, loss_of, keep)
+    return training.progress
 
 
-def write_record(
-    options: Options,
-    progress: Progress,
-    corpora: tuple[Corpus, Corpus],
-    acceptance: dict[str, Acceptance],
-    against: dict[str, Acceptance] | None,
-) -> None:
-    """Write README.md and training.json into the draft directory; `corpora` are training and held-out."""
-    train, held_out = map(counted, corpora)
-    record: dict[str, Any] = {
+def record_of(options: Options, train: Corpus, held_out: Corpus, progress: Progress) -> dict[str, Any]:
+    """Return what the record of every run says."""
+    return {
         "options": options.as_dict(),
-        "train": train,
-        "held_out": held_out,
+        "train": _counted(train),
+        "held_out": _counted(held_out),
         "steps": progress.step,
         "answer_tokens_seen": progress.seen,
-        "epochs": round(progress.seen / train["answer_tokens"], 2),
         "training_s": round(progress.train_s),
-        "acceptance": as_table(acceptance),
     }
-    if against is not None:
-        record["acceptance_of_present_draft"] = as_table(against)
-    write_json(options.out / RECORD, record)
-    (options.out / "README.md").write_text(_readme(record), encoding="utf-8")
 
 
-def counted(corpus: Corpus) -> dict[str, int]:
+def write_record(out: Path, record: dict[str, Any], readme: Sequence[str]) -> None:
+    """Write README.md and training.json into the draft directory; `readme` are its paragraphs."""
+    write_json(out / RECORD, record)
+    licence = "The weights are derived from the target's; its licence applies."
+    (out / "README.md").write_text("\n\n".join([*readme, licence]) + "\n", encoding="utf-8")
+
+
+def _counted(corpus: Corpus) -> dict[str, int]:
     return {
         "conversations": len(corpus),
         "answer_tokens": int(corpus.answer_len.sum()),
@@ -173,7 +193,7 @@ def command(options: dict[str, Any]) -> str:
     return " ".join(words)
 
 
-def _readme(record: dict[str, Any]) -> str:
+def _readme(record: dict[str, Any]) -> list[str]:
     options, train = record["options"], record["train"]
     made = (
         f"The training data are the target's own answers: {train['conversations']} conversations with "
@@ -191,19 +211,17 @@ def _readme(record: dict[str, Any]) -> str:
         f"the share over all answers if both sample at temperature {TEMPERATURE} with the same noise."
     )
     size = f"It has {options['layers']} layers and a head of at most {options['head']} tokens, in int8."
-    parts = [
+    return [
         f"# A draft model for {options['target']}",
         f"{size} This command trains a version of it:",
         f"    {command(options)}",
         fill(made, _WIDTH),
         fill(measured, _WIDTH),
-        acceptance_table(record),
-        "The weights are derived from the target's; its licence applies.",
+        _acceptance_table(record),
     ]
-    return "\n\n".join(parts) + "\n"
 
 
-def acceptance_table(record: dict[str, Any]) -> str:
+def _acceptance_table(record: dict[str, Any]) -> str:
     lines = ["| workload | tokens | greedy | accepted a round | sampled |", "|---|---|---|---|---|"]
     for name, one in record["acceptance"].items():
         lines.append(

@@ -5,7 +5,6 @@ Each stage continues where an earlier run stopped.
 
 from __future__ import annotations
 
-import json
 from textwrap import fill
 from typing import Any
 
@@ -30,11 +29,10 @@ from galley.distill.features.loss import COUPLING
 from galley.distill.features.training import DEPTHS, unrolled_loss
 from galley.distill.job import Job, prepare
 from galley.distill.options import Options
-from galley.distill.run import RECORD, command, counted
+from galley.distill.run import command, record_of, train_draft, write_record
 from galley.distill.training.evaluation import ROUND_K, Reports
 from galley.distill.training.models import Llama
-from galley.distill.training.training import Keeping, Progress, Training
-from galley.distill.work import CHECKPOINT, CURVE, kept_lines, write_json
+from galley.distill.work import CURVE, kept_lines
 
 # Held-out tokens for each token that is trained on, at most.
 _MEASURED_SHARE = 0.15
@@ -59,25 +57,23 @@ def distil_features(options: Options, reports: Reports) -> Measured:
     measured = Collection(options.work / "held-features", job.heads, student.after, with_outputs=True)
     measured.collect(held_out, target, reports.done)
     with learned.read(train) as collected, measured.read(held_out) as held:
-        training = _trained(job, student, collected)
+        if not isinstance(job.start, FeatureDraft):
+            student.level(collected.sample())
+        loss_of = unrolled_loss(student, collected, options.seed, job.dtype)
+        progress = train_draft(
+            job, student, collected.corpus, loss_of, lambda now: {"loss": round(now.loss, 4)}
+        )
         guesses = _guesses(job, as_stored(student), held)
         result = measure(held_out, held.outputs(), target.lm_head.weight, guesses, options.seed)
     write_draft(options.out, student, job.target, job.heads, options.target, student.after)
-    record: dict[str, Any] = {
-        "options": options.as_dict(),
+    record = record_of(options, train, held_out, progress) | {
         "feature_layers": list(student.after),
         "depths": DEPTHS,
         "coupling": COUPLING,
-        "train": counted(train),
-        "held_out": counted(held_out),
-        "steps": training.progress.step,
-        "answer_tokens_seen": training.progress.seen,
-        "training_s": round(training.progress.train_s),
         "loss": kept_lines(options.work / CURVE),
         "acceptance": as_table(result),
     }
-    write_json(options.out / RECORD, record)
-    (options.out / "README.md").write_text(_readme(record, result), encoding="utf-8")
+    write_record(options.out, record, _readme(record, result))
     return result
 
 
@@ -90,29 +86,6 @@ def _student(job: Job) -> FeatureDraft:
     draft = FeatureDraft(plain.shape, plain.embedding, len(job.heads), after)
     draft.load_state_dict(draft.state_dict() | plain.state_dict())
     return draft
-
-
-def _trained(job: Job, student: FeatureDraft, collected: Collected) -> Training[FeatureDraft]:
-    options = job.options
-    if not isinstance(job.start, FeatureDraft):
-        student.level(collected.sample())
-    training = Training(student, job.schedule)
-    kept_lines(options.work / CURVE)  # drops a line cut off by a kill
-    job.reports.stage("training", options.tokens)
-
-    def note(now: Progress) -> None:
-        with (options.work / CURVE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"seen": now.seen, "loss": round(now.loss, 4)}) + "\n")
-
-    keeping = Keeping(options.work / CHECKPOINT, job.identity, options.checkpoint_s, options.evaluate_every)
-    keeping.continue_to_the_end(
-        training,
-        collected.corpus,
-        unrolled_loss(student, collected, options.seed, job.dtype),
-        lambda now: job.reports.done(now.seen, f"loss {now.loss:.3f}"),
-        note,
-    )
-    return training
 
 
 def _guesses(job: Job, draft: FeatureDraft, held: Collected) -> dict[str, Guesses]:
@@ -133,7 +106,7 @@ def _present(draft: Llama, heads: Any, held: Collected, dtype: torch.dtype) -> G
     return plain_guesses(draft, heads, held.corpus, dtype)
 
 
-def _readme(record: dict[str, Any], measured: Measured) -> str:
+def _readme(record: dict[str, Any], measured: Measured) -> list[str]:
     options, train, layers = record["options"], record["train"], record["feature_layers"]
     made = (
         f"At confirmed tokens it reads the target's states after layers {', '.join(map(str, layers))}, "
@@ -149,19 +122,17 @@ def _readme(record: dict[str, Any], measured: Measured) -> str:
         f"of {ROUND_K}. The draft was fed the target's answers. `{LOST}` is the same draft without the "
         "target's states."
     )
-    parts = [
+    return [
         f"# A draft that reads the states of {options['target']}",
         "A draft replica serves it by `--model DIRECTORY`. This command trains a version of it:",
         f"    {command(options)}",
         fill(made, _WIDTH),
         fill(shares, _WIDTH),
-        table(measured),
-        "The weights are derived from the target's; its licence applies.",
+        _table(measured),
     ]
-    return "\n\n".join(parts) + "\n"
 
 
-def table(measured: Measured) -> str:
+def _table(measured: Measured) -> str:
     lines = [
         "| temperature | draft | first | second | third | accepted a round |",
         "|---|---|---|---|---|---|",

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -156,13 +156,12 @@ class Progress:
     train_s: float = 0.0
 
 
-S = TypeVar("S", bound=nn.Module)
 LossOf = Callable[[Batch, int], Tensor]
 """The loss of a batch, at a number of steps."""
 
 
-class Training(Generic[S]):
-    def __init__(self, student: S, schedule: Schedule) -> None:
+class Training:
+    def __init__(self, student: nn.Module, schedule: Schedule) -> None:
         self.student = student
         self.schedule = schedule
         self.progress = Progress()
@@ -224,45 +223,6 @@ class Training(Generic[S]):
         clip_grad_norm_(self.student.parameters(), self.schedule.clip)
         self.optimizer.step()
         return loss.item()
-
-
-@dataclass(frozen=True, slots=True)
-class Keeping:
-    """Store checkpoints in `path`, every `every_s` seconds; measure every `measure_every` tokens."""
-
-    path: Path
-    identity: dict[str, Any]
-    every_s: float
-    measure_every: int
-
-    def continue_to_the_end(
-        self,
-        training: Training[S],
-        corpus: Corpus,
-        loss_of: LossOf,
-        report: Callable[[Progress], None],
-        measure: Callable[[Progress], None],
-    ) -> None:
-        """Train from the checkpoint, if there is one. A measurement is followed by a checkpoint."""
-        if self.path.exists():
-            training.load(self.path, self.identity)
-        stored_at = time.monotonic()
-
-        def keep(now: Progress) -> None:
-            nonlocal stored_at
-            report(now)
-            before = now.seen - now.batch_rows
-            if (
-                now.seen >= training.schedule.answer_tokens
-                or now.seen // self.measure_every > before // self.measure_every
-            ):
-                measure(now)
-            elif time.monotonic() - stored_at < self.every_s:
-                return
-            training.save(self.path, self.identity)
-            stored_at = time.monotonic()
-
-        training.run(corpus, loss_of, keep)
 
 
 def label_loss(student: Llama, labels: Labels, hardness: float, dtype: torch.dtype) -> LossOf:
