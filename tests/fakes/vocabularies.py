@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from llguidance import LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from galley.core.grammar.vocabulary import Vocabulary
+from galley.core.grammar.vocabulary import ClockNs, Vocabulary
 
 STOP, VOCAB = 1, 128
 """Those of tests/fakes/tiny_model.py, which imports torch."""
@@ -20,9 +21,36 @@ END, OTHER_END = 256 + len(WORDS), 257 + len(WORDS)
 SIZE = OTHER_END + 1
 
 
+class _Greedy:
+    """The tokenizer that `TokenizerWrapper` wraps."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: Sequence[bytes], end_tokens: Sequence[int]) -> None:
+        self.tokens = list(tokens)
+        self.eos_token_id = end_tokens[0]
+        self.special_token_ids = list(end_tokens)
+        self.tokenizer: LLTokenizer | None = None
+
+    def __call__(self, text: str) -> list[int]:
+        if not isinstance(text, str):
+            raise TypeError("text must be a str")  # so that TokenizerWrapper passes no bytes
+        return [] if self.tokenizer is None else self.tokenizer.greedy_tokenize(text)
+
+
+def of_bytes(
+    tokens: Sequence[bytes], end_tokens: Sequence[int], clock_ns: ClockNs | None = None
+) -> Vocabulary:
+    """Return a vocabulary of these tokens. Text is tokenized by the longest token first."""
+    greedy = _Greedy(tokens, end_tokens)
+    tokenizer = LLTokenizer(TokenizerWrapper(greedy), eos_token=list(end_tokens))
+    greedy.tokenizer = tokenizer
+    return Vocabulary(tokenizer, end_tokens, clock_ns)
+
+
 def byte_vocabulary() -> Vocabulary:
     tokens = [bytes([byte]) for byte in range(256)] + [*WORDS, b"<end>", b"<stop>"]
-    return Vocabulary.of_bytes(tokens, [END, OTHER_END], time.monotonic_ns)
+    return of_bytes(tokens, [END, OTHER_END], time.monotonic_ns)
 
 
 def bpe_vocabulary() -> Vocabulary:
@@ -42,7 +70,7 @@ def bpe_vocabulary() -> Vocabulary:
 
 def ascii_vocabulary() -> Vocabulary:
     """Return that of the tiny model: each token is a byte of ASCII, but for the one that ends an answer."""
-    return Vocabulary.of_bytes([bytes([byte]) for byte in range(VOCAB)], [STOP], time.monotonic_ns)
+    return of_bytes([bytes([byte]) for byte in range(VOCAB)], [STOP], time.monotonic_ns)
 
 
 def save_ascii_tokenizer(directory: Path) -> None:

@@ -15,8 +15,8 @@ from llguidance import LLMatcher
 
 from galley.core.answer.answer import SessionSpec
 from galley.core.grammar.spec import GrammarSpec
-from galley.core.grammar.vocabulary import Vocabulary
 from tests.fakes.truth import letters
+from tests.fakes.vocabularies import of_bytes
 
 VOCAB = 48
 STOP = VOCAB - 1
@@ -38,7 +38,7 @@ GRAMMARS = (
 )
 """Languages with forced runs, with choices at every token, of a few texts, and of lists of lists."""
 
-VOCABULARY = Vocabulary.of_bytes(
+VOCABULARY = of_bytes(
     [*(letters([token]).encode() for token in range(STOP)), b"<end>"], [STOP], time.monotonic_ns
 )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TypeAlias
 
-from llguidance import LLExecutor, LLTokenizer, TokenizerWrapper
+from llguidance import LLExecutor, LLTokenizer
 
 from galley.core.errors import UnsupportedModel
 
@@ -52,16 +52,6 @@ class Vocabulary:
             raise UnsupportedModel(reason) from error
         return cls(tokenizer, end_tokens, clock_ns)
 
-    @classmethod
-    def of_bytes(
-        cls, tokens: Sequence[bytes], end_tokens: Sequence[int], clock_ns: ClockNs | None = None
-    ) -> Vocabulary:
-        """Return a vocabulary of these tokens. Text is tokenized by the longest token first."""
-        greedy = _Greedy(tokens, end_tokens)
-        tokenizer = LLTokenizer(TokenizerWrapper(greedy), eos_token=list(end_tokens))
-        greedy.tokenizer = tokenizer
-        return cls(tokenizer, end_tokens, clock_ns)
-
     @property
     def size(self) -> int:
         """Return the number of logits."""
@@ -86,20 +76,3 @@ class Vocabulary:
                 pieces += [text[begin : spelling.start()], token]
                 begin = spelling.end()
         return [piece for piece in (*pieces, text[begin:]) if piece != ""]
-
-
-class _Greedy:
-    """The tokenizer that `TokenizerWrapper` wraps."""
-
-    bos_token_id = None
-
-    def __init__(self, tokens: Sequence[bytes], end_tokens: Sequence[int]) -> None:
-        self.tokens = list(tokens)
-        self.eos_token_id = end_tokens[0]
-        self.special_token_ids = list(end_tokens)
-        self.tokenizer: LLTokenizer | None = None
-
-    def __call__(self, text: str) -> list[int]:
-        if not isinstance(text, str):
-            raise TypeError("text must be a str")  # so that TokenizerWrapper passes no bytes
-        return [] if self.tokenizer is None else self.tokenizer.greedy_tokenize(text)

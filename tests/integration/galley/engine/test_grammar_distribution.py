@@ -22,12 +22,12 @@ from scipy.stats import chi2
 from galley.core.acceptance import confirm
 from galley.core.grammar.compiled import CompiledGrammar, compile_grammar
 from galley.core.grammar.spec import GrammarSpec
-from galley.core.grammar.vocabulary import Vocabulary
 from galley.core.sampling_params import SamplingParams
 from galley.core.step import Draw, Sampled
 from galley.engine.masking import confirmed_mask
 from galley.engine.sampler import draw_masked
 from tests.fakes.tiny_model import STOP, VOCAB, random_llama
+from tests.fakes.vocabularies import of_bytes
 
 Mask = NDArray[np.uint32]
 Mutant = Callable[[Mask], Mask]
@@ -44,7 +44,7 @@ def grammar() -> CompiledGrammar:
     """Return the grammar over the tiny model's vocabulary: bytes, one end token, and two longer tokens."""
     tokens = [bytes([token]) for token in range(VOCAB)]
     tokens[2], tokens[3] = b"bc", b"dd"
-    return compile_grammar(Vocabulary.of_bytes(tokens, [STOP]), GrammarSpec("regex", GRAMMAR))
+    return compile_grammar(of_bytes(tokens, [STOP]), GrammarSpec("regex", GRAMMAR))
 
 
 @cache

@@ -19,7 +19,6 @@ from galley.common.wire.codec import grammar_message
 from galley.core.content import prefix_hash
 from galley.core.grammar.compiled import CompiledGrammar, GrammarState, compile_grammar
 from galley.core.grammar.spec import GrammarSpec
-from galley.core.grammar.vocabulary import Vocabulary
 from galley.core.sampling_params import SamplingParams
 from galley.core.step import Draw, Sampled
 from galley.engine.masking import confirmed_mask
@@ -35,7 +34,7 @@ from services.draft.strategies.model import ModelSteps, ModelStrategy
 from services.draft.strategies.ngram import Lookups, NgramStrategy
 from tests.fakes.tiny_model import STOP, load_tiny_model
 from tests.fakes.verify_items import slice_of
-from tests.fakes.vocabularies import ascii_vocabulary, save_ascii_tokenizer
+from tests.fakes.vocabularies import ascii_vocabulary, of_bytes, save_ascii_tokenizer
 from tests.integration.galley.engine.drafts import HEAD_TOKENS, draft_of, load_draft, save_target
 from tests.integration.services.draft.jobs import job_of
 from tests.integration.services.draft.steps import PATIENCE_S, serving
@@ -200,7 +199,7 @@ def test_a_head_that_lacks_all_allowed_tokens_ends_the_proposal(tmp_path: Path) 
     draft = load_draft(draft_of(target, own=True).save(tmp_path / "draft"), None)
     size = draft.info.vocab_size
     missing = next(token for token in range(4, size) if token not in HEAD_TOKENS)
-    vocabulary = Vocabulary.of_bytes([bytes([token]) for token in range(size)], [2])
+    vocabulary = of_bytes([bytes([token]) for token in range(size)], [2])
 
     def drafted(letters: Sequence[int]) -> list[int]:
         spec = GrammarSpec("regex", "".join(f"\\x{letter:02x}" for letter in letters))

@@ -20,15 +20,14 @@ from galley.core.grammar.compiled import CompiledGrammar, GrammarState, compile_
 from galley.core.grammar.lexer import READ_TOKENS, Lexer
 from galley.core.grammar.limits import GrammarFailed, GrammarLimits, GrammarUnready
 from galley.core.grammar.spec import GrammarSpec
-from galley.core.grammar.vocabulary import Vocabulary
 from galley.core.trees import path_to
-from tests.fakes.vocabularies import allowed
+from tests.fakes.vocabularies import allowed, of_bytes
 
 WORDS = ["".join(letters).encode() for length in (2, 3, 4, 5) for letters in product("ab", repeat=length)]
 END = 256 + len(WORDS)
 TOKENS = [*(bytes([byte]) for byte in range(256)), *WORDS, b"<end>"]
-VOCABULARY = Vocabulary.of_bytes(TOKENS, [END])
-TIMED = Vocabulary.of_bytes(TOKENS, [END], time.monotonic_ns)
+VOCABULARY = of_bytes(TOKENS, [END])
+TIMED = of_bytes(TOKENS, [END], time.monotonic_ns)
 WORD_TOKENS = range(256, END)
 COUNTERS = GrammarSpec("regex", "g+x|([ab]*a[ab]{60}c|[ab]*b[ab]{50}d)")
 FEW_FUEL, FEW_STATES = GrammarLimits(mask_fuel=2500), GrammarLimits(most_lexer_states=230)

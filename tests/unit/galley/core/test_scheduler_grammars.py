@@ -19,7 +19,6 @@ from galley.core.errors import Broken, GalleyError
 from galley.core.grammar.compiled import CompiledGrammar, GrammarState, compile_grammar
 from galley.core.grammar.follower import GrammarFollower
 from galley.core.grammar.spec import GrammarSpec
-from galley.core.grammar.vocabulary import Vocabulary
 from galley.core.hints import Hint
 from galley.core.scheduler.messages import Confirmed
 from galley.core.step import Sampled, StepChunk, StepPlan
@@ -30,12 +29,12 @@ from tests.fakes.engine import StrictEngine
 from tests.fakes.scheduler_world import MS, STEEP, Bench, request, result_of
 from tests.fakes.states import states_of
 from tests.fakes.truth import IDS, STOP_ID
-from tests.fakes.vocabularies import allowed
+from tests.fakes.vocabularies import allowed, of_bytes
 
 A, B, C, D, E, F = range(6)
 PROMPT = [F, F, F]
 # A token for each of the letters a to g, and the end.
-VOCABULARY = Vocabulary.of_bytes(
+VOCABULARY = of_bytes(
     [bytes([ord("a") + i]) for i in range(IDS - 1)] + [b"<end>"], [STOP_ID], time.monotonic_ns
 )
 LONG = GrammarSpec("regex", "(a[b-d]|cd|e){50,90}")

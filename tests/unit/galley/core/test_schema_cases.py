@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from galley.core.grammar.compiled import CompiledGrammar, compile_grammar
 from galley.core.grammar.limits import InvalidGrammar
 from galley.core.grammar.spec import GrammarSpec
-from galley.core.grammar.vocabulary import Vocabulary
+from tests.fakes.vocabularies import of_bytes
 from tests.structured.suite import SchemaCase, refused_cases, suite_cases, taken_cases
 
 END = 256
 WALKS, LONGEST_WALK, ENDS = 6, 300, 0.5
 ENDLESS = {"a pattern that is found anywhere", "a pattern with its own end"}
 """Cases of which a random walk does not come to an end."""
-BYTES = Vocabulary.of_bytes([*(bytes([byte]) for byte in range(END)), b"<end>"], [END], time.monotonic_ns)
+BYTES = of_bytes([*(bytes([byte]) for byte in range(END)), b"<end>"], [END], time.monotonic_ns)
 
 DIFFERENCES = {
     ("allOf", "valid"): (2, "fields have the order in which the schema names them"),
