@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from galley.common.sockets import bind_socket, host_and_port, socket_address
 from galley.core.errors import Unavailable
 from galley.engine.parallel.ranks import Ranks, Waits
 
-# torch.distributed exports them, its types do not.
+# torch.distributed exports TCPStore, its types do not.
 _STORES: Any = dist
 # A hanging rank counts as lost after this; the exit of its process is noticed at once.
 DEFAULT_TIMEOUT_S = 30.0
@@ -34,14 +33,6 @@ _RANK_ZERO = 0
 
 class RankLost(Unavailable):
     """Another rank has exited or hangs; the state that the ranks share is useless."""
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """The meeting point of the ranks: `address` (host:port) of rank 0's store, or `file` on one machine."""
-
-    address: str = ""
-    file: str = ""
 
 
 class ProcessGroup(Ranks):
@@ -173,10 +164,12 @@ def join(
     size: int,
     *,
     device: str,
-    meeting: Meeting | Store,
+    meeting: str | Store,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> ProcessGroup:
-    """Meet the other ranks at `meeting`, and block until all have joined. Rank 0 may pass its open store.
+    """Meet the other ranks, and block until all have joined.
+
+    `meeting` is rank 0's open store, or at other ranks its address.
 
     Raises RankLost if not all join within `timeout_s`, which also bounds each later exchange, until
     `ProcessGroup.wait_at_most` changes it.
@@ -184,11 +177,12 @@ def join(
     timeout = timedelta(seconds=timeout_s)
     kind = torch.device(device).type
     if kind == "cpu":
-        _stay_local(meeting.address)
+        _stay_local(meeting if isinstance(meeting, str) else meeting.address)
     try:
+        store = meeting.store if isinstance(meeting, Store) else _tcp_store(meeting, size, timeout)
         dist.init_process_group(
             "cpu:gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
-            store=_store(rank, size, meeting, timeout),
+            store=store,
             rank=rank,
             world_size=size,
             timeout=timeout,
@@ -197,14 +191,6 @@ def join(
     except RuntimeError as error:
         raise RankLost(f"rank {rank} of {size} did not meet the others: {error}") from error
     return ProcessGroup(rank, size, device, plans)
-
-
-def _store(rank: int, size: int, meeting: Meeting | Store, timeout: timedelta) -> Any:
-    if isinstance(meeting, Store):
-        return meeting.store
-    if meeting.file:
-        return _STORES.FileStore(str(Path(meeting.file)), size)
-    return _tcp_store(meeting.address, size, timeout, is_master=rank == _RANK_ZERO)
 
 
 def _tcp_store(address: str, size: int, timeout: timedelta, **options: Any) -> Any:

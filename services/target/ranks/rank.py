@@ -76,14 +76,14 @@ def run_follower(settings: TargetSettings, rank: int, address: str) -> None:
 
 
 def _follow(settings: TargetSettings, rank: int, address: str, telemetry: Telemetry) -> None:
-    from galley.engine.parallel.process_group import Meeting, join  # noqa: PLC0415
+    from galley.engine.parallel.process_group import join  # noqa: PLC0415
     from services.target.ranks.sharded import agree, follow  # noqa: PLC0415
 
     group = join(
         rank,
         settings.tensor_parallel,
         device=settings.device,
-        meeting=Meeting(address=address),
+        meeting=address,
         timeout_s=STEP_TIMEOUT_S,
     )
     model, _ = load_rank(settings, group, agree(group, rank, 0))

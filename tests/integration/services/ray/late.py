@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from galley.common.server.process import die_with_parent
-from galley.engine.parallel.process_group import Meeting, ProcessGroup, RankLost, join
+from galley.engine.parallel.process_group import ProcessGroup, RankLost, join
+from tests.integration.services.ray.program import file_store
 
 _SHORT_S, _LONG_S = 0.5, 60.0
 
@@ -25,7 +26,7 @@ def main() -> None:
     parent = os.getpid()
     over, release = os.pipe()
     with tempfile.TemporaryDirectory() as folder:
-        meeting = Meeting(file=str(Path(folder, "meeting")))
+        meeting = Path(folder, "meeting")
         if os.fork() == 0:
             die_with_parent(parent)
             os.close(release)
@@ -37,8 +38,8 @@ def main() -> None:
     sys.stdout.write(json.dumps(results) + "\n")
 
 
-def _join(rank: int, meeting: Meeting) -> ProcessGroup:
-    return join(rank, 2, device="cpu", meeting=meeting, timeout_s=_LONG_S)
+def _join(rank: int, meeting: Path) -> ProcessGroup:
+    return join(rank, 2, device="cpu", meeting=file_store(meeting, 2), timeout_s=_LONG_S)
 
 
 def _be_late(group: ProcessGroup, over: int) -> None:

@@ -20,7 +20,7 @@ from galley.common.server.process import die_with_parent
 from galley.core.step import StepChunk
 from galley.engine.batch import NONE
 from galley.engine.model import CausalModel
-from galley.engine.parallel.process_group import Meeting, join
+from galley.engine.parallel.process_group import Store, join
 from galley.engine.parallel.ranks import Ranks
 from tests.integration.services.target.invariance import InvarianceTrial
 
@@ -46,13 +46,19 @@ def main() -> None:
     if rank > 0:
         die_with_parent(parent)
     torch.set_num_threads(1)
-    group = join(rank, size, device="cpu", meeting=Meeting(file=meeting))
+    group = join(rank, size, device="cpu", meeting=file_store(Path(meeting), size))
     results = [run(Work(**arguments), group) for arguments in json.loads(sys.argv[3])]
     group.close()
     if rank == 0:
         torch.save(results, sys.argv[4])
         failed = [pid for pid in followers if os.waitpid(pid, 0)[1] != 0]
         raise SystemExit(len(failed))
+
+
+def file_store(path: Path, size: int) -> Store:
+    """Return a store of `size` ranks of one machine; each rank opens its own."""
+    torch_stores: Any = torch.distributed  # its types lack FileStore
+    return Store("", torch_stores.FileStore(str(path), size))
 
 
 def _fork(size: int) -> tuple[int, list[int]]:
