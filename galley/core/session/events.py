@@ -364,13 +364,10 @@ class RoundEnded:
     @property
     def parts(self) -> RoundParts:
         """Return the parts of the round's time, which sum to it."""
-        left, target = max(0, self.ended_ns - self.started_ns), self.verdict.timing
-        compute_ns = min(target.compute_ns, left)
-        left -= compute_ns
-        draft_ns = min(self.exposed_draft_ns, left)
-        left -= draft_ns
-        queue_ns = min(max(0, target.queue_ns - target.linger_ns), left)
-        return RoundParts(draft_ns, queue_ns, compute_ns, wire_ns=left - queue_ns)
+        target = self.verdict.timing
+        queue_ns = max(0, target.queue_ns - target.linger_ns)
+        duration_ns = max(0, self.ended_ns - self.started_ns)
+        return RoundParts.within(duration_ns, self.exposed_draft_ns, queue_ns, target.compute_ns)
 
 
 @value
@@ -384,6 +381,14 @@ class RoundParts:
     queue_ns: int
     compute_ns: int
     wire_ns: int
+
+    @classmethod
+    def within(cls, duration_ns: int, draft_ns: int, queue_ns: int, compute_ns: int) -> RoundParts:
+        """Return the parts, cut to what the others leave of the duration; the rest is `wire_ns`."""
+        compute_ns = min(compute_ns, duration_ns)
+        draft_ns = min(draft_ns, duration_ns - compute_ns)
+        queue_ns = min(queue_ns, duration_ns - compute_ns - draft_ns)
+        return cls(draft_ns, queue_ns, compute_ns, duration_ns - compute_ns - draft_ns - queue_ns)
 
 
 Effect: TypeAlias = (

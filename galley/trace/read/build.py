@@ -197,11 +197,6 @@ def _concerning(shifts: Sequence[Shift], requests: Iterable[Request]) -> tuple[S
 
 
 def _parts_of(span: Span) -> RoundParts:
-    """Return the parts from the span's attributes, cut to its duration; what is left of it is `wire_ns`."""
-    left_ns = span.duration_ns
-    compute_ns = min(span.integer(names.COMPUTE_PART), left_ns)
-    left_ns -= compute_ns
-    draft_ns = min(span.integer(names.DRAFT_PART), left_ns)
-    left_ns -= draft_ns
-    queue_ns = min(span.integer(names.QUEUE_PART), left_ns)
-    return RoundParts(draft_ns, queue_ns, compute_ns, wire_ns=left_ns - queue_ns)
+    """Return the parts from the span's attributes, cut to its duration."""
+    draft_ns, queue_ns = span.integer(names.DRAFT_PART), span.integer(names.QUEUE_PART)
+    return RoundParts.within(span.duration_ns, draft_ns, queue_ns, span.integer(names.COMPUTE_PART))
