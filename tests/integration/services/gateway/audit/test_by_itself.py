@@ -258,7 +258,8 @@ async def test_an_audit_ends_once_its_session_is_gone(
 ) -> None:
     """It is deleted while its target rests."""
     monkeypatch.setattr(auditor, "_TURN_NS", 1)
-    stored_ids, end_turn = [], AuditRecords.end_turn
+    stored_ids: list[str] = []
+    end_turn = AuditRecords.end_turn
 
     async def deleting(self: AuditRecords, address: str, compute_ns: int) -> None:
         async with shared_store.raw() as raw:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
@@ -53,14 +55,15 @@ async def test_refused_requests_have_a_span_with_their_status(world: World) -> N
         ("schema", {"type": "secret"}),
     ],
 )
-async def test_a_refused_grammar_is_neither_logged_nor_traced(world: World, kind: str, given: object) -> None:
+async def test_a_refused_grammar_is_neither_logged_nor_traced(world: World, kind: str, given: Any) -> None:
     kept = KeptSpans()
     gateway = await world.gateway_of(kept.parts(), http_port=0)
+    options: dict[str, Any] = {kind: given}
     by_http = {"structured_outputs": {"json" if kind == "schema" else kind: given}}
     with capture_logs() as logs:
         async with http_client(gateway.http) as client:
             response = await client.post("/v1/completions", BODY | {"ignore_eos": False} | by_http)
-        error = await refused(receive(gateway.generate(ignore_eos=False, **{kind: given})))
+        error = await refused(receive(gateway.generate(ignore_eos=False, **options)))
         spans = await kept.requests(2)
     assert "secret" in response.json()["error"]["message"]
     assert "secret" in error.message
