@@ -21,7 +21,7 @@ Responses are collected; take them with `take_responses` after any call.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -34,6 +34,7 @@ from galley.core.errors import Broken, DeadlinePassed, GalleyError, InvalidField
 from galley.core.features import MAX_FEATURE_TOKENS, NO_STATES, States, state_bytes
 from galley.core.kv.compaction import compaction
 from galley.core.kv.table import Reservation
+from galley.core.lru import LruCache
 from galley.core.scheduler.batch import ActiveBatch, BatchTimes, Grant, SchedulerCounts, grant_rows
 from galley.core.scheduler.grammars import SessionGrammars
 from galley.core.scheduler.linger import LingerPolicy
@@ -119,7 +120,7 @@ class Scheduler:
         self._requests: dict[int, ActiveRequest] = {}
         self._active: dict[SessionKey, ActiveRequest] = {}
         self._arriving: dict[SessionKey, list[ActiveRequest]] = {}
-        self._memories: OrderedDict[SessionKey, SessionStatistics] = OrderedDict()
+        self._memories: LruCache[SessionKey, SessionStatistics] = LruCache(SessionStatistics, _MEMORIES)
         self._overall = SessionStatistics()
         self._grammars = SessionGrammars(kv.max_sessions)
         self._batch: ActiveBatch | None = None
@@ -273,11 +274,7 @@ class Scheduler:
     def _memory(self, message: VerifyRequest) -> SessionStatistics:
         # The draft tokens of audits are those of token logs, which say nothing of drafts.
         overall = None if message.priority == AUDIT_PRIORITY else self._overall
-        memory = self._memories.pop(message.key, None) or SessionStatistics(overall)
-        self._memories[message.key] = memory
-        if len(self._memories) > _MEMORIES:
-            self._memories.popitem(last=False)
-        return memory
+        return self._memories.get(message.key, lambda: SessionStatistics(overall))
 
     def _is_busy(self, key: SessionKey) -> bool:
         return self._batch is not None and key in self._batch.grants
