@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -47,13 +47,16 @@ def with_config_flag(command: Callable[..., T], table: str = "") -> Callable[...
     config = inspect.Parameter(
         "config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, option]
     )
-    parameters = [*own.values(), config]
-    # Typer reads both.
-    run.__dict__["__signature__"] = inspect.Signature(
-        [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
-    )
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    set_parameters(run, [*own.values(), config])
     return run
+
+
+def set_parameters(command: Callable[..., object], parameters: Iterable[inspect.Parameter]) -> None:
+    """Have Typer read these parameters, by keyword, as those of `command`."""
+    named = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+    # Typer reads both.
+    command.__dict__["__signature__"] = inspect.Signature(named)
+    command.__annotations__ = {each.name: each.annotation for each in named}
 
 
 def this_command() -> typer.Context | None:

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from galley.cli.config import this_command
+from galley.cli.config import set_parameters, this_command
 from galley.client.addresses import DEFAULT_PORT
 from galley.client.options import GenerateOptions, Retries, Speculation, Tls
 from galley.common.printable import one_line, printable
@@ -262,11 +262,7 @@ def with_flags_of(
         options = options_of(**{name: given.pop(name) for name in flags})
         return command(**given, **{replaced: options})
 
-    parameters = [*(p for name, p in own.items() if name != replaced), *flags.values()]
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
-    # Typer reads both.
-    run.__dict__["__signature__"] = inspect.Signature(parameters)
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    set_parameters(run, [*(p for name, p in own.items() if name != replaced), *flags.values()])
     return run
 
 

@@ -21,6 +21,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from galley.cli.config import set_parameters
 from galley.cli.flags import Output, fail, not_secret, require, say, usage_of
 from galley.common.config.file import CountOrAuto
 from galley.common.cores import usable_cores
@@ -313,10 +314,7 @@ def _as_serve() -> Callable[..., None]:
     parameters["http_port"] = parameters["http_port"].replace(
         annotation=Annotated[int | None, _http_port("--http-port", "--port")]
     )
-    replaced = [*parameters.values()]
-    # Typer reads both.
-    serve.__dict__["__signature__"] = inspect.Signature(replaced)
-    serve.__annotations__ = {each.name: each.annotation for each in replaced}
+    set_parameters(serve, parameters.values())
     return serve
 
 
