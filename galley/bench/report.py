@@ -26,6 +26,7 @@ from galley.bench.verdict import Gain, best_by_load, gains_of, of_mean, sentence
 MAX_K = 16
 _TIMES = "×"
 _MOST_POSITIONS = 8
+_TEXTS = {"workload", "arm", "verdict"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,17 +126,11 @@ def _figures(of: Rounds) -> dict[str, Any]:
 
 
 def speed_table(rows: Sequence[Row], baseline: str) -> Table:
-    table = Table(title="Speed (median of the repeats' ratios, 95 % interval)", title_justify="left")
-    table.add_column("workload")
-    for name in ("streams", "temp."):
-        table.add_column(name, justify="right")
-    table.add_column("arm")
     # Only a benchmark on the stack's own machine knows its CPU time.
     cpu = any(row.cpu_ms_per_token for row in rows)
-    columns = ["tokens/s", f"against {baseline}", "first token ms", "between tokens ms", "cut"]
-    columns += ["CPU ms/token"] if cpu else []
-    for name in columns:
-        table.add_column(name, justify="right")
+    columns = ["workload", "streams", "temp.", "arm", "tokens/s", f"against {baseline}"]
+    columns += ["first token ms", "between tokens ms", "cut", *(["CPU ms/token"] if cpu else [])]
+    table = _table("Speed (median of the repeats' ratios, 95 % interval)", columns)
     for row in rows:
         table.add_row(
             row.workload,
@@ -155,9 +150,8 @@ def speed_table(rows: Sequence[Row], baseline: str) -> Table:
 
 def verdict_table(gains: Sequence[Gain]) -> Table:
     """Return the fastest arm of each workload at each load, and whether it pays."""
-    table = Table(title="Does it pay? (fastest arm, by workload)", title_justify="left")
-    for name in ("workload", "streams", "arm", "speed-up", "verdict"):
-        table.add_column(name, justify="right" if name in {"streams", "speed-up"} else "left")
+    columns = ("workload", "streams", "arm", "speed-up", "verdict")
+    table = _table("Does it pay? (fastest arm, by workload)", columns)
     for workload in dict.fromkeys(gain.workload for gain in gains):
         for gain in best_by_load([one for one in gains if one.workload == workload]):
             ratio = _escaped(gain.ratio)
@@ -166,10 +160,9 @@ def verdict_table(gains: Sequence[Gain]) -> Table:
 
 
 def acceptance_table(acceptance: Mapping[tuple[str, str], Rounds]) -> Table:
-    table = Table(title="Acceptance and waste (over all loads)", title_justify="left")
-    for name in ("workload", "arm"):
-        table.add_column(name)
     columns = [
+        "workload",
+        "arm",
         "accepted",
         "by source",
         "tokens/round",
@@ -180,8 +173,7 @@ def acceptance_table(acceptance: Mapping[tuple[str, str], Rounds]) -> Table:
     ]
     has_states = any(of.proposals_with_features for of in acceptance.values())
     columns += ["with states"] if has_states else []
-    for name in columns:
-        table.add_column(name, justify="right")
+    table = _table("Acceptance and waste (over all loads)", columns)
     for (workload, arm), of in acceptance.items():
         table.add_row(
             workload,
@@ -209,14 +201,10 @@ def tree_table(acceptance: Mapping[tuple[str, str], Rounds]) -> Table:
     """Return acceptance by position and by rank, of chains beside trees."""
     positions = min(_MOST_POSITIONS, max((len(of.by_position) for of in acceptance.values()), default=0))
     width = max((len(of.by_rank) for of in acceptance.values()), default=0)
-    table = Table(title="Chains and trees: acceptance by position and by rank", title_justify="left")
-    for name in ("workload", "arm"):
-        table.add_column(name)
-    columns = ["tokens/round", "verified/round"]
+    columns = ["workload", "arm", "tokens/round", "verified/round"]
     columns += [f"position {position}" for position in range(positions)]
     columns += [f"rank {rank}" for rank in range(width)]
-    for name in columns:
-        table.add_column(name, justify="right")
+    table = _table("Chains and trees: acceptance by position and by rank", columns)
     for (workload, arm), of in acceptance.items():
         table.add_row(
             workload,
@@ -238,9 +226,8 @@ def _padded(shares: Sequence[float], count: int) -> list[str]:
 
 
 def prediction_table(rows: Sequence[Row], predicted: Mapping[Row, tuple[float, int | None]]) -> Table:
-    table = Table(title="Speed-up: the cost model and the measurement", title_justify="left")
-    for name in ("workload", "streams", "arm", "predicted", "measured", "model's best k"):
-        table.add_column(name, justify="left" if name in {"workload", "arm"} else "right")
+    columns = ("workload", "streams", "arm", "predicted", "measured", "model's best k")
+    table = _table("Speed-up: the cost model and the measurement", columns)
     for row in rows:
         if row not in predicted or row.ratio is None:
             continue
@@ -254,6 +241,13 @@ def prediction_table(rows: Sequence[Row], predicted: Mapping[Row, tuple[float, i
             measured,
             "" if best is None else str(best),
         )
+    return table
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name in _TEXTS else "right")
     return table
 
 
