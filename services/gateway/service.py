@@ -200,6 +200,7 @@ async def _build(
     async with AsyncExitStack() as opened:
         bound = _bind_http(settings, opened)
         generation = await _generation(settings, tuning, tls, open_store, authentication, parts, opened)
+        authentication.on_stream_unidentified = generation.observers.unidentified
         rpc.add_GenerationServicer_to_server(GenerationServicer(generation), server)
         if bound is not None:
             shared = Shared(generation, authentication, _tracer(settings, tuning, parts), parts.metrics)

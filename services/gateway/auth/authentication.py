@@ -27,7 +27,7 @@ from galley.common.wire.handlers import (
     text_metadata,
 )
 from galley.core.admission.admission import ANONYMOUS, Principal, PrincipalLimits
-from galley.core.errors import Unauthenticated
+from galley.core.errors import AuthenticationUnavailable, Unauthenticated
 from services.gateway.auth.principals_file import Principals, read_principals
 from services.gateway.settings import TUNING, GatewaySettings, Tuning
 from services.gateway.telemetry.call import logging_call
@@ -82,6 +82,8 @@ class Authentication:
         self._principals = principals
         self._tokens = tokens
         self._now = now
+        self.on_stream_unidentified: Callable[[AuthenticationUnavailable], None] = lambda _: None
+        """Called for each call that would stream an answer, and whose caller cannot be identified now."""
 
     def start(self) -> None:
         """Start to fetch keys, if they come from an issuer. Call it in the event loop."""
@@ -148,19 +150,29 @@ class PrincipalInterceptor(WrappingInterceptor):
         self._authentication = authentication
 
     def wrap(self, handler: Handler, method: str) -> Handler:
-        return run_within(handler, partial(self._identify, method.strip("/")))
+        return run_within(
+            handler, partial(self._identify, method.strip("/"), is_stream=handler.response_streaming)
+        )
 
     @asynccontextmanager
-    async def _identify(self, method: str, context: Context) -> AsyncIterator[None]:
+    async def _identify(self, method: str, context: Context, *, is_stream: bool) -> AsyncIterator[None]:
         with logging_call(method):
-            await identify(self._authentication, context)
+            await identify(self._authentication, context, is_stream=is_stream)
             yield
 
 
-async def identify(authentication: Authentication, call: HasMetadata) -> None:
-    """Set the principal of a call. Raise Unauthenticated or AuthenticationUnavailable."""
+async def identify(authentication: Authentication, call: HasMetadata, *, is_stream: bool) -> None:
+    """Set the principal of a call. Raise Unauthenticated or AuthenticationUnavailable.
+
+    `is_stream`: the call would stream an answer.
+    """
     bind_contextvars(principal="unknown")
-    principal = await authentication.authenticate(Credentials(text_metadata(call), repeated_names(call)))
+    try:
+        principal = await authentication.authenticate(Credentials(text_metadata(call), repeated_names(call)))
+    except AuthenticationUnavailable as error:
+        if is_stream:
+            authentication.on_stream_unidentified(error)
+        raise
     _PRINCIPAL.set(principal)
     bind_contextvars(principal=principal.kind)
 

@@ -25,7 +25,7 @@ from galley.common.tracing.telemetry import fail, traceparent_of
 from galley.common.wire.status import error_type, http_status
 from galley.core import names
 from galley.core.answer.answer import Chunk, NumericsChanged
-from galley.core.errors import Fenced, GalleyError, StoreUnavailable
+from galley.core.errors import AuthenticationUnavailable, Fenced, GalleyError, StoreUnavailable
 from galley.core.session import events as ev
 from galley.core.session.events import Clock, Replica, RoundEnded
 from galley.core.session.machine import Session
@@ -44,7 +44,7 @@ from services.gateway.telemetry.attributes import (
     stored_operation,
     stored_trace,
 )
-from services.gateway.telemetry.call import STALL_NS, Call, CallMetrics, Failure, failure_of
+from services.gateway.telemetry.call import STALL_NS, Call, CallMetrics, Failure, end_of, failure_of
 from services.gateway.telemetry.session_metrics import SessionCounts, SessionMetrics
 from services.gateway.telemetry.spans import CallSpan, RequestSpan, RoundSpans, StoreCall, TraceStart
 
@@ -405,6 +405,11 @@ class RequestObservers:
 
     def unary(self) -> None:
         self._observer().sessions = self._sessions
+
+    def unidentified(self, error: AuthenticationUnavailable) -> None:
+        """Count the end of a stream whose caller could not be identified: it has no `Call` yet."""
+        if self._calls is not None:
+            self._calls.streams.at(*end_of(error)).value += 1
 
     def _observer(self) -> RequestObserver:
         """Return the observer of the call's interceptor, or a new one where traces are off."""

@@ -93,7 +93,7 @@ class SimHttp:
                 raise asyncio.CancelledError from None
 
         try:
-            await identify(self._keys, call)
+            await identify(self._keys, call, is_stream=True)
             await self._answer(request, call, send)
         except Exception as error:
             self._watch.raised(error)

@@ -112,7 +112,8 @@ class Front:
             return
         most = _OPEN_BODY_BYTES
         if scope["path"] not in self._access.open_paths:
-            await identify(self._authentication, call)
+            is_stream = self._tracing.is_stream(scope)
+            await identify(self._authentication, call, is_stream=is_stream)
             most = self._limits.max_message_bytes
         body = await self._body(receive, call.invocation_metadata(), most)
         async with _cancelled_by_disconnect(receive, reply), _ended_at_deadline(call, reply):
@@ -187,6 +188,10 @@ class Tracing:
         """`routes` are patterns of paths by method and route."""
         self.tracer = tracer
         self._routes = routes
+
+    def is_stream(self, scope: Scope) -> bool:
+        """Return True for a request that streams an answer."""
+        return bool(self._route(scope["method"], scope["path"]))
 
     def of(self, scope: Scope, call: HttpCall) -> AbstractAsyncContextManager[None]:
         route = self._route(scope["method"], scope["path"])

@@ -11,10 +11,16 @@ import grpc
 import pytest
 
 from galley.client.client import AsyncClient
+from galley.common.metrics import catalogue
+from galley.common.metrics.labels import GATEWAY
+from galley.common.metrics.registry import Registry
+from galley.common.server.server import Parts
 from services.gateway.auth.jwks import MIN_FETCH_INTERVAL_S
 from services.gateway.auth.jwt import JWT_EXPIRED, JWT_REFUSED
 from tests.fakes.http2 import opening, wire
+from tests.fakes.http_client import BODY, http_client
 from tests.fakes.issuers import AUDIENCE, ISSUER, IssuerServer, TokenIssuer, issuer_server, jwks, write_jwks
+from tests.fakes.readings import number, total
 from tests.fakes.world import MAX_TOKENS, World, must_be_true, receive, refused
 from tests.integration.services.gateway.callers import ALICE, KeyFile, calling
 
@@ -126,8 +132,8 @@ async def test_unknown_key_ids_do_not_flood_the_issuer(world: World, issuer: Iss
     async with calling(gateway, EC.token()) as caller:
         must_be_true(await receive(caller.generate()))
     assert issuer.requests == ["/keys"]
-    for number in range(50):
-        async with calling(gateway, EC.token({"kid": f"made-up-{number}"})) as caller:
+    for made_up in range(50):
+        async with calling(gateway, EC.token({"kid": f"made-up-{made_up}"})) as caller:
             assert (await refused(caller.client.model_info())).message.endswith(JWT_REFUSED)
     assert len(issuer.requests) <= 1 + (time.monotonic() - began_s) // MIN_FETCH_INTERVAL_S
 
@@ -146,3 +152,37 @@ async def test_tokens_are_unavailable_while_the_issuer_is_away(world: World, iss
         assert issuer.url not in error.message
     async with calling(gateway, ALICE) as caller:
         must_be_true(await receive(caller.generate(max_tokens=MAX_TOKENS)))
+
+
+async def test_streams_that_an_absent_issuer_fails_are_errors_of_the_server(
+    world: World, issuer: IssuerServer
+) -> None:
+    """They use the error budget, so that somebody hears of it; bad tokens and other calls do not."""
+    registry = Registry(GATEWAY)
+    gateway = await world.gateway_of(
+        Parts(metrics=registry),
+        http_port=0,
+        jwt_issuer=issuer.url,
+        jwt_audience=AUDIENCE,
+        jwt_ca_file=issuer.ca_file,
+        api_keys_file=KeyFile().write(world),
+    )
+
+    def failed() -> float:
+        return number(registry, catalogue.STREAMS, "unavailable", "server")
+
+    token = EC.token(iss=issuer.url)
+    async with calling(gateway, token) as caller:
+        for call in (receive(caller.generate()), receive(caller.client.resume("0" * 32, 0))):
+            assert (await refused(call)).code is grpc.StatusCode.UNAVAILABLE
+        assert failed() == 2
+        await refused(caller.client.model_info())
+    async with calling(gateway, "unknown") as caller:
+        await refused(receive(caller.generate()))
+    assert failed() == 2
+    async with http_client(gateway.http) as client:
+        headers = {"authorization": f"Bearer {token}"}
+        assert (await client.raw.post("/v1/completions", json=BODY, headers=headers)).status_code == 503
+        assert failed() == 3
+        assert (await client.raw.get("/v1/models", headers=headers)).status_code == 503
+    assert failed() == total(registry, catalogue.STREAMS) == 3
