@@ -125,10 +125,12 @@ def _try(
             raise ValueError(f"must be > 0 and <= {MAX_SHARE}, got {share}")
 
     async def begin(deployment: Deployment) -> int:
+        digests = [lease.weights_digest for lease in await _leases(deployment) if lease.version == version]
+        digest = digests[0] if len(set(digests)) == 1 else ""
         await deployment.versions.try_version(
-            version, share, by=by, tokens=tokens, author=_author(), reason=reason
+            version, share, by=by, tokens=tokens, author=_author(), reason=reason, digest=digest
         )
-        return sum(lease.version == version for lease in await _leases(deployment))
+        return len(digests)
 
     replicas = run(store, begin)
     typer.echo(f"{version} gets {share:.1%} of the sessions, drawn by {by}")

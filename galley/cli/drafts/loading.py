@@ -44,6 +44,11 @@ async def load(
             f"--version: must be another than {name}, by which {other.address} serves the weights "
             f"{other.weights_digest}; those of {directory} are {digest}"
         )
+    if name == state.split.canary and state.digest not in {"", digest}:
+        raise ValueError(
+            f"--version: must be another than {name}, which is on trial with the weights {state.digest}; "
+            f"those of {directory} are {digest}"
+        )
     # A replica that a person names takes the draft whatever it serves.
     served = dict.fromkeys(replicas, "") or _fitting(leases, state, name, deployment.pool)
     # Without a stable version all are that are not drained: the replica would get sessions at once.

@@ -159,11 +159,12 @@ class DraftVersions:
         tokens: int = DEFAULT_TRIAL_TOKENS,
         author: str = "",
         reason: str = "",
+        digest: str = "",
     ) -> VersionState:
         """Begin a trial; return the new state."""
         return await self._apply(
             lambda state: versions.try_version(
-                state, version, share, by=by, tokens=tokens, author=author, reason=reason
+                state, version, share, by=by, tokens=tokens, author=author, reason=reason, digest=digest
             )
         )
 
@@ -212,6 +213,7 @@ def _encode(state: VersionState) -> dict[str, str]:
         "tokens": str(state.tokens),
         "trial": str(state.trial),
         "author": state.author,
+        "digest": state.digest,
         "decided": json.dumps(dict(state.decided)),
     }
 
@@ -235,7 +237,9 @@ def _state(values: dict[str, bytes]) -> VersionState:
             since_ms=int(text["since_ms"]),
             epoch=int(text["epoch"]),
             trial=int(text["trial"]),
-            author=text.get("author", ""),  # a gateway of an earlier version writes none
+            # A gateway of an earlier version writes none of these.
+            author=text.get("author", ""),
+            digest=text.get("digest", ""),
             decided=_decided(text["decided"]),
         )
     except (KeyError, ValueError) as error:

@@ -32,8 +32,9 @@ class VersionState:
     """The versions that get sessions, and what was decided.
 
     The canary may be promoted after `tokens` output tokens. `epoch` counts the changes. `trial` is the epoch
-    at which `author` began the latest trial, and the counts with it, and `since_ms` the time. `decided` has
-    the reason for each version that was promoted, rolled back or drained, the latest last.
+    at which `author` began the latest trial, and the counts with it, and `since_ms` the time. `digest` is
+    that of the weights on trial, if it was known. `decided` has the reason for each version that was
+    promoted, rolled back or drained, the latest last.
     """
 
     split: Split = field(default_factory=Split)
@@ -42,6 +43,7 @@ class VersionState:
     epoch: int = 0
     trial: int = 0
     author: str = ""
+    digest: str = ""
     decided: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -79,7 +81,7 @@ def check_share(share: float) -> float:
     return share
 
 
-def try_version(
+def try_version(  # noqa: PLR0913
     state: VersionState,
     version: str,
     share: float,
@@ -88,6 +90,7 @@ def try_version(
     tokens: int = DEFAULT_TRIAL_TOKENS,
     author: str = "",
     reason: str = "",
+    digest: str = "",
 ) -> Change:
     """Give a share of the sessions to a version, with new counts. Raise ValueError if that cannot be."""
     check_version(version)
@@ -102,7 +105,7 @@ def try_version(
     split = replace(split, canary=version, share=share, by=by, drained=split.drained - {version})
     decided = {name: why for name, why in state.decided.items() if name != version}
     after = replace(_next(state), split=split, tokens=tokens, decided=decided)
-    after = replace(after, trial=after.epoch, author=author)
+    after = replace(after, trial=after.epoch, author=author, digest=digest)
     return after, VersionEvent("try", version, author, reason, share)
 
 

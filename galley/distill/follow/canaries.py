@@ -90,7 +90,7 @@ class Canaries:
                 return problem
         try:
             await self._versions.try_version(
-                version, self._share, tokens=self._tokens, author=AUTHOR, reason=reason
+                version, self._share, tokens=self._tokens, author=AUTHOR, reason=reason, digest=version
             )
         except ValueError as error:
             return str(error)

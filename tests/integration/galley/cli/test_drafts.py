@@ -383,6 +383,27 @@ async def test_a_name_that_another_replica_serves_with_other_weights_is_refused(
     assert {each.version for each in replicas.values()} == {"v2"}
 
 
+async def test_a_version_on_trial_keeps_its_weights_also_if_its_only_replica_restarts(
+    server: Server, versions: DraftVersions, replicas: dict[str, LoadedDraft], directory: Path
+) -> None:
+    """Otherwise the rule would decide on the sums of two drafts."""
+    canary = replicas["c"].address
+    await versions.promote("v1")
+    await register(server, (canary, "v2", 1 << 30), digest="0123456789abcdef")
+    assert (await galley(server, "try", "v2")).exit_code == 0
+    await register(server, (canary, "bad", 1 << 30))
+    refused = await galley(server, "load", str(directory), "--version", "v2")
+    assert refused.exit_code == 1
+    assert refused.stderr == (
+        f"error: --version: must be another than v2, which is on trial with the weights 0123456789abcdef; "
+        f"those of {directory} are {draft_version(directory)}\n"
+    )
+    assert {each.version for each in replicas.values()} == {"v1", "bad"}
+    await versions.drain("v2")
+    assert (await galley(server, "load", str(directory), "--version", "v2")).exit_code == 0
+    assert replicas["c"].version == "v2"
+
+
 async def test_after_a_promotion_the_others_are_loaded_with_the_same_version(
     server: Server, versions: DraftVersions, replicas: dict[str, LoadedDraft], directory: Path
 ) -> None:

@@ -50,7 +50,7 @@ async def test_without_a_state_there_is_no_split(drafts: DraftVersions) -> None:
 async def test_a_state_is_read_as_it_was_written(drafts: DraftVersions) -> None:
     await drafts.promote("old", author="ann")
     await drafts.drain("bad", reason="wrong, and 'odd'\n")
-    written = await drafts.try_version("new", 0.123, by="tenant", tokens=77, author="bo")
+    written = await drafts.try_version("new", 0.123, by="tenant", tokens=77, author="bo", digest="12ab")
 
     state = await drafts.read()
     assert state.since_ms > 1_700_000_000_000
