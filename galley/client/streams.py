@@ -107,6 +107,7 @@ class AsyncStream(AsyncIterator[pb.StreamEvent]):
         self._is_answered = False
         self._events_without_token = 0
         self._cancelled = False
+        self._is_read_cancelled = False
         self.max_tokens = max_tokens
         self._numerics_changed: pb.NumericsChanged | None = None
         self.session_id = point.session_id
@@ -136,7 +137,9 @@ class AsyncStream(AsyncIterator[pb.StreamEvent]):
         return self
 
     async def __anext__(self) -> pb.StreamEvent:
-        while self.finished is None:
+        while self.finished is None and not self._cancelled:
+            if self._is_read_cancelled:
+                self._call_again()
             try:
                 event: pb.StreamEvent = (await anext(self._responses)).event
             except StopAsyncIteration:
@@ -145,10 +148,10 @@ class AsyncStream(AsyncIterator[pb.StreamEvent]):
                 await self._recover(rpc_error(error))
             except asyncio.CancelledError:
                 if _is_reader_cancelled():
+                    self._is_read_cancelled = True
                     raise
-                if self._cancelled:
-                    raise StopAsyncIteration from None
-                await self._recover(status_error(grpc.StatusCode.CANCELLED, "the gateway cancelled"))
+                if not self._cancelled:
+                    await self._recover(status_error(grpc.StatusCode.CANCELLED, "the gateway cancelled"))
             else:
                 if self._apply(event):
                     return event
@@ -156,7 +159,7 @@ class AsyncStream(AsyncIterator[pb.StreamEvent]):
         raise StopAsyncIteration
 
     async def _end_call(self) -> None:
-        """Wait for the end of a call whose answer is complete, whatever follows; cancel it after a while."""
+        """Wait for the end of a complete or cancelled call, whatever follows; cancel it after a while."""
         try:
             async with asyncio.timeout(_END_WAIT_S):
                 async for _ in self._responses:
@@ -171,7 +174,16 @@ class AsyncStream(AsyncIterator[pb.StreamEvent]):
         error.session_id = self.session_id
         if self._recovery is None:
             raise error
-        self._call = await self._recovery.reconnect(error, self, is_answered=self._is_answered)
+        self._continue_with(await self._recovery.reconnect(error, self, is_answered=self._is_answered))
+
+    def _call_again(self) -> None:
+        """Replace a call that gRPC cancelled with its reader, which is no fault of the gateway."""
+        if self._recovery is not None:
+            self._continue_with(self._recovery.call_again(self))
+        self._is_read_cancelled = False
+
+    def _continue_with(self, call: Call) -> None:
+        self._call = call
         self._responses = self._call.__aiter__()
         self._is_answered = False
         self._events_without_token = 0
@@ -290,6 +302,17 @@ class Recovery:
                 raise error
             raise _too_late(error) from error
         await asyncio.sleep(pause_s)
+        return self._call(stream)
+
+    def call_again(self, stream: AsyncStream) -> Call:
+        """Return a call that continues `stream`, which did not break; raises DeadlineExceededError."""
+        if time.monotonic() >= self._deadline_s:
+            late = status_error(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline of the call has passed")
+            late.session_id = stream.session_id
+            raise late
+        return self._call(stream)
+
+    def _call(self, stream: AsyncStream) -> Call:
         self._used = self._gateways.current
         remaining_s = None if self._deadline_s == math.inf else self._deadline_s - time.monotonic()
         if self._start is not None and not stream.session_id:

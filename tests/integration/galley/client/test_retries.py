@@ -232,6 +232,43 @@ async def test_cancelled_stream_is_not_resumed() -> None:
     assert len(gateway.requests) == 1
 
 
+@pytest.mark.parametrize("retries", [SOON, NO_RETRIES], ids=["retries", "no retries"])
+async def test_a_cancelled_stream_leaves_no_gateway(
+    two: tuple[FakeGateway, FakeGateway, str], retries: Retries
+) -> None:
+    first, second, addresses = two
+    first.hang, first.fail_at = True, 1
+    async with AsyncClient(addresses, retries=retries) as client:
+        stream = client.stream("x")
+        await _next_chunk(stream)
+        stream.cancel()
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="cancelled"):
+                await stream.result()
+        assert len(first.requests) == 1
+        assert (await client.generate("x")).text == "Hello, world!\n"
+    assert not second.requests
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["started", "not started"])
+@pytest.mark.parametrize("retries", [SOON, NO_RETRIES], ids=["retries", "no retries"])
+async def test_a_reader_that_gives_up_continues_at_the_same_gateway(
+    two: tuple[FakeGateway, FakeGateway, str], retries: Retries, silent: bool
+) -> None:
+    """gRPC cancels the call of a cancelled reader, which is no fault of the gateway."""
+    first, second, addresses = two
+    first.hang, first.silent = True, silent
+    async with AsyncClient(addresses, retries=retries) as client:
+        stream = client.stream("x")
+        if not silent:
+            await anext(stream)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(stream), 0.2)
+        assert (await stream.result()).text == "Hello, world!\n"
+    assert len(first.requests) == 2
+    assert not second.requests
+
+
 async def test_skipped_tokens_are_an_error() -> None:
     class Skipping(FakeGateway):
         def Resume(

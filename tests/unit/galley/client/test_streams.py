@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any, cast
@@ -99,6 +100,37 @@ async def test_another_error_than_the_deadline_is_raised_as_it_came(
     with pytest.raises(GalleyRpcError) as caught:
         await _broken(retries, timeout_s=50.0, code=code).result()
     assert (caught.value.code, caught.value.message) == (code, "away")
+
+
+class Silent(AsyncIterator[pb.ResumeResponse]):
+    """A call that sends nothing; as in gRPC, a reader that is cancelled ends it."""
+
+    def __init__(self) -> None:
+        self._is_over = False
+
+    async def __anext__(self) -> pb.ResumeResponse:
+        if self._is_over:
+            raise StopAsyncIteration
+        self._is_over = True
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+async def test_a_reader_that_gave_up_before_the_deadline_leaves_no_gateway() -> None:
+    resumed: list[ResumePoint] = []
+    gateways = Gateways(2)
+    recovery = Recovery(RARELY, None, lambda point, _: cast("Any", resumed.append(point)), gateways, 0.0)
+    stream = AsyncStream(cast("Any", Silent()), GIVEN, recovery=recovery)
+    reading = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)  # it reads now
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    for _ in range(2):
+        with pytest.raises(DeadlineExceededError) as caught:
+            await anext(stream)
+        assert caught.value.session_id == GIVEN.session_id
+    assert (gateways.current, resumed) == (0, [])
 
 
 def _broken(
