@@ -60,7 +60,7 @@ async def running_clients(
         draft_model=None if draft_model is None else str(draft_model),
         strategy=names.NGRAM,
         extra_args={
-            "gateway": ["--draft-timeout-s", "30"],
+            "gateway": ["--draft-timeout-s", "30", "--audit-ratio", "0"],
             # As many draft tokens as the largest tree of `matrix.TREES` has.
             "target": ["--max-sessions", "64", "--max-draft-tokens", "32"],
         },
@@ -101,7 +101,7 @@ def _oracle_parts(answers: Path, spoil: float) -> list[PartSpec]:
             *("--model", facts["model"]["line"]),
             *("--target", facts["target"]["address"], "--draft", facts[draft]["address"]),
             *("--redis-url", f"unix://{facts['valkey']['address']}", "--draft-timeout-s", "30"),
-            *("--credit", str(_CREDITS[spoil])),
+            *("--credit", str(_CREDITS[spoil]), "--audit-ratio", "0"),
         )
 
     return [
