@@ -95,10 +95,13 @@ class Ledger:
         self.deleted_at: dict[str, float] = {}
         self.was_streamed: set[str] = set()
         self.finished_at: dict[str, float] = {}
+        """When a session finished or was aborted."""
         self.rests_until_s = 0.0
         self.roll_backs = 0
         self.stepped_s = -math.inf
         """When the clock of the store was last set."""
+        self.stepped_back_s = -math.inf
+        """When it was last set back."""
         self.damaged: set[str] = set()
         self.lost: set[str] = set()
         """The sessions of which the store has lost acknowledged tokens."""
@@ -221,22 +224,23 @@ class Ledger:
         """Note that the clock of the store was set: it does not know any more which call is late."""
         self._forward_s += max(0.0, by_s)
         self.stepped_s = asyncio.get_running_loop().time()
+        if by_s < 0:
+            self.stepped_back_s = self.stepped_s
 
     def made(self, session_id: str) -> None:
-        """Note that the store creates, for a call, a session that it does not hold.
+        """Note that the store creates, for a call, a session that it does not hold."""
+        self._begin_again(session_id)
 
-        One that a set clock has made it forget may have a stream, whose owner loses it.
+    def _begin_again(self, session_id: str) -> None:
+        """Note that the epochs of a session start again.
+
+        One that a set clock has made the store forget may have a stream, whose owner loses it.
         """
+        self.made_at[session_id] = asyncio.get_running_loop().time()
         session = self._records[session_id]
         holder = session.holder
         if holder is not None and holder.waits and self.stepped_s >= session.held_since_s:
             session.excused.add(holder.near.name)
-        self._begin_again(session_id)
-
-    def _begin_again(self, session_id: str) -> None:
-        """Note that the epochs of a session start again."""
-        self.made_at[session_id] = asyncio.get_running_loop().time()
-        session = self._records[session_id]
         session.has_aborted = False
         if session.epochs or len(session.log) > len(session.spec.prompt):
             self.met["made again"] += 1
@@ -263,6 +267,8 @@ class Ledger:
         owner = stored.ownership
         session = self._records[owner.session_id]
         is_new = session.epochs.get(owner.epoch) != owner.nonce
+        if is_new and stored.state == "finished":
+            session.ended_for |= {each for each in (session.holder, call) if each is not None}
         if is_new and call is not None:
             self._succeeds(session, call)
         self.owned_at[owner.session_id] = asyncio.get_running_loop().time()
@@ -339,8 +345,10 @@ class Ledger:
 
     def _may_write(self, owner: Ownership) -> None:
         self._has_one_owner(owner)
-        if owner.epoch < self._records[owner.session_id].latest:
+        session = self._records[owner.session_id]
+        if owner.epoch < session.latest:
             self.violate(f"{owner.session_id}: epoch {owner.epoch} wrote after a later claim")
+        session.latest = max(session.latest, owner.epoch)
 
     def _has_one_owner(self, owner: Ownership) -> None:
         epochs = self._records[owner.session_id].epochs
@@ -464,15 +472,20 @@ class Ledger:
         self._records[session_id].aborted = True
 
     def has_aborted(self, session_id: str) -> None:
-        """Note that the store has aborted a live session, and has told a gateway."""
+        """Note that the store has aborted a live session."""
         self._records[session_id].has_aborted = True
+        self.finished_at[session_id] = asyncio.get_running_loop().time()
 
     def deleted(self, session_id: str) -> None:
         """Note that the store has removed a session for its principal."""
         self.met["deleted"] += 1
         self.note(f"{session_id} is deleted")
         self.deleted_at[session_id] = asyncio.get_running_loop().time()
-        self._records[session_id].has_aborted = True
+        session = self._records[session_id]
+        session.has_aborted = True
+        if session.holder is not None:
+            session.ended_for.add(session.holder)
+            session.excused.add(session.holder.near.name)
 
     def was_aborted(self, session_id: str) -> bool:
         return self._records[session_id].aborted

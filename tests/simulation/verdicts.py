@@ -73,6 +73,7 @@ class Verdicts:
         schedule = world.schedule
         rounds_s = schedule.timing.drain_s - 10 * schedule.pass_s
         alone = all(fault.kind in _HARMLESS or fault.where == (name,) for fault in schedule.faults)
+        alone = alone and not self.may_fill_targets()  # a session that waits for blocks moves later
         open_streams = sum(len(it.streams._running) for it in world.gateways if it.address == name)
         if alone and rounds_s > 0.5 and all(it.pause_s == 0.0 for it in schedule.sessions):
             world.ledger.met["drained in time"] += 1
@@ -106,7 +107,7 @@ class Verdicts:
         """Check the loss of a session: one that its owner renews, or has just renewed, must not expire.
 
         One that somebody has made again since the client asked for the rest may have been gone before. One
-        that has finished is kept for a time of its own, also while its owner waits for its client.
+        that has ended is kept for a time of its own, also while its owner waits for its client.
         """
         world, timing = self._world, self._world.schedule.timing
         session_id = client.spec.session_id

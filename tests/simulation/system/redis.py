@@ -374,9 +374,14 @@ class SimStore(SessionStore):
             call.has_changed = True
 
     def _must_be_in_time(self, what: str, since_s: float) -> None:
-        """Check that a change, tried at `since_s`, is not executed after all its retries."""
-        late_s = asyncio.get_running_loop().time() - self._redis.timing.store_s - session_log.LAST_CALL_S
-        if max(since_s, self._ledger.stepped_s) < late_s - _ROUNDING_S:
+        """Check that a change, tried at `since_s`, is not executed after all its retries.
+
+        Once the store's clock was set back, one that is on its way may still be.
+        """
+        timing = self._redis.timing
+        late_s = asyncio.get_running_loop().time() - timing.store_s - session_log.LAST_CALL_S
+        is_set_back = self._ledger.stepped_back_s >= since_s - timing.call_s
+        if since_s < late_s - _ROUNDING_S and not is_set_back:
             self._ledger.violate(f"{self._caller.name} {what} by a call that it has given up")
 
     async def commit(
@@ -436,18 +441,15 @@ class SimStore(SessionStore):
     async def abort(self, session_id: str, principal: str, finish: bytes, latest_ms: int) -> None:
         call, began_s = current_call(), asyncio.get_running_loop().time()
 
-        def abort() -> tuple[bool, float]:
+        def abort() -> None:
             was_live = not self._sessions.is_finished(session_id)
             at_once(self._sessions.abort(session_id, principal, finish, latest_ms))
             self._must_be_in_time("aborts a session", began_s)
             if was_live:
                 self._changes(call)
-            return was_live, self._ledger.made_at[session_id]
+                self._ledger.has_aborted(session_id)
 
-        was_live, made_at = await self._redis.call(self._caller, abort, session_id)
-        # Before copies confirm it, a step of the clock may expire it, and its client may begin it anew.
-        if was_live and made_at == self._ledger.made_at[session_id]:
-            self._ledger.has_aborted(session_id)
+        await self._redis.call(self._caller, abort, session_id)
 
     async def delete(self, session_id: str, principal: str, latest_ms: int) -> None:
         call, began_s = current_call(), asyncio.get_running_loop().time()
