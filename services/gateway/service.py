@@ -8,6 +8,7 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -151,11 +152,8 @@ def prepare(
     """Return what makes the service; measurements pass another store. Raise BadFile."""
     refuse_bad_files(settings.redis_url)
     tls = {role: _channel_tls(settings, role) for role in ("target", "draft")}
-    authentication = build_authentication(settings, tuning)
-    return Prepared(
-        partial(_build, settings, tuning, tls, open_store, authentication),
-        partial(_interceptors, settings, tuning, authentication),
-    )
+    gateway = _Gateway(settings, tuning, tls, open_store, build_authentication(settings, tuning))
+    return Prepared(gateway.build, gateway.interceptors)
 
 
 def _channel_tls(settings: GatewaySettings, role: str) -> ChannelTls | None:
@@ -170,174 +168,262 @@ def _channel_tls(settings: GatewaySettings, role: str) -> ChannelTls | None:
     return ChannelTls(files.watch(CHECK_INTERVAL_S), getattr(settings, f"{role}_tls_name"))
 
 
-def _interceptors(
-    settings: GatewaySettings, tuning: Tuning, authentication: Authentication, parts: Parts
-) -> Sequence[grpc.aio.ServerInterceptor]:
-    authentication.start()
-    principals = PrincipalInterceptor(authentication)
-    tracer = _tracer(settings, tuning, parts)
-    return (principals,) if tracer is None else (TraceInterceptor(tracer), principals)
+@dataclass(frozen=True, slots=True)
+class _Gateway:
+    """Build a gateway; `tls` is that of channels, by role."""
 
+    settings: GatewaySettings
+    tuning: Tuning
+    tls: Mapping[str, ChannelTls | None]
+    open_store: StoreOpener
+    authentication: Authentication
 
-def _tracer(settings: GatewaySettings, tuning: Tuning, parts: Parts) -> RequestTracer | None:
-    """Return None where traces are off."""
-    scope = parts.telemetry.scope("galley.gateway", SCHEMA_URL)
-    if scope is None:
-        return None
-    slow_ns = round(tuning.slow_round_ms * 1_000_000)
-    return RequestTracer(scope, TraceOptions(settings.round_spans, slow_ns, settings.trace_content), _CLOCK)
+    def interceptors(self, parts: Parts) -> Sequence[grpc.aio.ServerInterceptor]:
+        self.authentication.start()
+        principals = PrincipalInterceptor(self.authentication)
+        tracer = self._tracer(parts)
+        return (principals,) if tracer is None else (TraceInterceptor(tracer), principals)
 
+    async def build(self, server: grpc.aio.Server, parts: Parts) -> GatewayService:
+        async with AsyncExitStack() as opened:
+            bound = self._bind_http(opened)
+            generation = await self._generation(parts, opened)
+            self.authentication.on_stream_unidentified = generation.observers.unidentified
+            rpc.add_GenerationServicer_to_server(GenerationServicer(generation), server)
+            if bound is not None:
+                shared = Shared(generation, self.authentication, self._tracer(parts), parts.metrics)
+                await self._serve_http(shared, bound, opened)
+                parts.addresses["http"] = socket_address(bound)
+            return GatewayService(
+                generation.streams, opened.pop_all(), self.settings.drain_timeout_s, generation.auditor.stop
+            )
 
-async def _build(
-    settings: GatewaySettings,
-    tuning: Tuning,
-    tls: Mapping[str, ChannelTls | None],
-    open_store: StoreOpener,
-    authentication: Authentication,
-    server: grpc.aio.Server,
-    parts: Parts,
-) -> GatewayService:
-    async with AsyncExitStack() as opened:
-        bound = _bind_http(settings, opened)
-        generation = await _generation(settings, tuning, tls, open_store, authentication, parts, opened)
-        authentication.on_stream_unidentified = generation.observers.unidentified
-        rpc.add_GenerationServicer_to_server(GenerationServicer(generation), server)
-        if bound is not None:
-            shared = Shared(generation, authentication, _tracer(settings, tuning, parts), parts.metrics)
-            await _serve_http(settings, shared, bound, opened)
-            parts.addresses["http"] = socket_address(bound)
-        return GatewayService(
-            generation.streams, opened.pop_all(), settings.drain_timeout_s, generation.auditor.stop
+    async def _generation(self, parts: Parts, opened: AsyncExitStack) -> Generation:
+        parts.readiness.stage("loading the tokenizer")
+        tokenizer = await asyncio.to_thread(
+            Tokenizer.load,
+            self.settings.model,
+            control_tokens_in_messages=self.settings.control_tokens_in_messages,
         )
 
+        def opener(role: str) -> ChannelOpener:
+            return lambda address: open_channel(
+                address, self.tls[role], parts.telemetry.client_interceptors(), REPLICA_CHANNEL
+            )
 
-async def _generation(
-    settings: GatewaySettings,
-    tuning: Tuning,
-    tls: Mapping[str, ChannelTls | None],
-    open_store: StoreOpener,
-    authentication: Authentication,
-    parts: Parts,
-    opened: AsyncExitStack,
-) -> Generation:
-    parts.readiness.stage("loading the tokenizer")
-    tokenizer = await asyncio.to_thread(
-        Tokenizer.load, settings.model, control_tokens_in_messages=settings.control_tokens_in_messages
-    )
-
-    def opener(role: str) -> ChannelOpener:
-        return lambda address: open_channel(
-            address, tls[role], parts.telemetry.client_interceptors(), REPLICA_CHANNEL
+        targets = TargetPool(
+            self._source(self.settings.target, TARGET_POOL),
+            TargetRequirements(tokenizer.hash, self._target_models(), MAX_DRAFT_TOKENS),
+            opener("target"),
+            _CLOCK,
+            hedge_quantile=self.settings.hedge_quantile,
+        )
+        opened.push_async_callback(targets.close)
+        parts.readiness.stage("waiting for a target")
+        await targets.start(self.settings.startup_timeout_s)
+        parts.readiness.stage("pairing with the drafts")
+        drafts = DraftPool(
+            self._source(self.settings.draft, DRAFT_POOL),
+            tokenizer.hash,
+            opener("draft"),
+            _CLOCK,
+            int(self.settings.draft_timeout_s * SECOND),
+        )
+        opened.push_async_callback(drafts.close)
+        await self._meet_drafts(drafts)
+        parts.readiness.stage("connecting to the session store")
+        store = self.open_store(self.settings)
+        opened.push_async_callback(store.close)
+        until_ns = _CLOCK.now_ns() + int(self.settings.startup_timeout_s * SECOND)
+        await retry("ping", store.ping, until_ns, _CLOCK)
+        parts.readiness.stage("reading the vocabulary")
+        grammars = await asyncio.to_thread(
+            Grammars.of_tokenizer, tokenizer.to_json(), targets.info.vocab_size, targets.info.eos_token_ids
+        )
+        model = self._served_model(tokenizer, targets, drafts, grammars)
+        keeper = await self._version_keeper(drafts, parts.metrics, opened)
+        streams = self._streams(store, drafts, targets, tokenizer, keeper)
+        threads = FairThreads()
+        streams.own_sources = OwnSources(partial(grammars.compiled, threads))
+        if keeper is not None:
+            streams.draft_version_of = keeper.version_of
+        streams.on_call = targets.turns.expect_calls
+        streams.is_saturated = lambda: targets.turns.is_saturated(asyncio.get_running_loop().time())
+        opened.push_async_callback(streams.close)
+        opened.callback(asyncio.create_task(_follow_contention(streams.shared, drafts, targets)).cancel)
+        opened.callback(asyncio.create_task(_collect_garbage(streams)).cancel)
+        collector = self._collector(streams, opened)
+        observers, audit_metrics = RequestObservers(_CLOCK), None
+        if (registry := parts.metrics) is not None:
+            peer_files = None if self.tls["target"] is None else self.tls["target"].files
+            observe_expiry(registry, PEER_CERTIFICATE_EXPIRY, peer_files)
+            grammars.on_compiled = GrammarMetrics(registry).count
+            audit_metrics = AuditMetrics(registry)
+            sessions = SessionMetrics(registry, model.name, names_principals=self.settings.usage_by_principal)
+            # Also where nothing is collected: the series are at 0 then.
+            collected = registry.count(catalogue.LEARNING_SESSIONS)
+            if collector is not None:
+                collector.on_collected = partial(_count_collected, collected)
+            observe_gateway(registry, streams, targets, None if self.settings.draft == NO_DRAFT else drafts)
+            registry.observe(catalogue.SESSIONS_LIMIT, lambda: [((), model.max_sessions)])
+            registry.observe(catalogue.SESSIONS, lambda: _by_progress(streams.held, sessions.running))
+            observers = RequestObservers(_CLOCK, CallMetrics(registry), sessions)
+        auditor = self._auditor(targets, store, audit_metrics)
+        streams.on_finished.append(auditor.note_finished)
+        opened.push_async_callback(auditor.close)
+        secret = self._id_secret()
+        return Generation(
+            streams, model, _CLOCK, secret, observers, auditor, parts.address, threads, collector
         )
 
-    targets = TargetPool(
-        _source(settings, settings.target, TARGET_POOL),
-        TargetRequirements(tokenizer.hash, _target_models(settings), MAX_DRAFT_TOKENS),
-        opener("target"),
-        _CLOCK,
-        hedge_quantile=settings.hedge_quantile,
-    )
-    opened.push_async_callback(targets.close)
-    parts.readiness.stage("waiting for a target")
-    await targets.start(settings.startup_timeout_s)
-    parts.readiness.stage("pairing with the drafts")
-    drafts = DraftPool(
-        _source(settings, settings.draft, DRAFT_POOL),
-        tokenizer.hash,
-        opener("draft"),
-        _CLOCK,
-        int(settings.draft_timeout_s * SECOND),
-    )
-    opened.push_async_callback(drafts.close)
-    await _meet_drafts(settings, drafts)
-    parts.readiness.stage("connecting to the session store")
-    store = open_store(settings)
-    opened.push_async_callback(store.close)
-    until_ns = _CLOCK.now_ns() + int(settings.startup_timeout_s * SECOND)
-    await retry("ping", store.ping, until_ns, _CLOCK)
-    parts.readiness.stage("reading the vocabulary")
-    grammars = await asyncio.to_thread(
-        Grammars.of_tokenizer, tokenizer.to_json(), targets.info.vocab_size, targets.info.eos_token_ids
-    )
-    model = _served_model(settings, tuning, tokenizer, targets, drafts, grammars)
-    keeper = await _version_keeper(settings, drafts, parts.metrics, opened)
-    streams = _streams(settings, tuning, store, drafts, targets, tokenizer, keeper)
-    threads = FairThreads()
-    streams.own_sources = OwnSources(partial(grammars.compiled, threads))
-    if keeper is not None:
-        streams.draft_version_of = keeper.version_of
-    streams.on_call = targets.turns.expect_calls
-    streams.is_saturated = lambda: targets.turns.is_saturated(asyncio.get_running_loop().time())
-    opened.push_async_callback(streams.close)
-    opened.callback(asyncio.create_task(_follow_contention(streams.shared, drafts, targets)).cancel)
-    opened.callback(asyncio.create_task(_collect_garbage(streams)).cancel)
-    collector = _collector(settings, streams, authentication, opened)
-    observers, audit_metrics = RequestObservers(_CLOCK), None
-    if (registry := parts.metrics) is not None:
-        peer_files = None if tls["target"] is None else tls["target"].files
-        observe_expiry(registry, PEER_CERTIFICATE_EXPIRY, peer_files)
-        grammars.on_compiled = GrammarMetrics(registry).count
-        audit_metrics = AuditMetrics(registry)
-        sessions = SessionMetrics(registry, model.name, names_principals=settings.usage_by_principal)
-        collected = registry.count(catalogue.LEARNING_SESSIONS)  # also where nothing is: the series are at 0
-        if collector is not None:
-            collector.on_collected = partial(_count_collected, collected)
-        observe_gateway(registry, streams, targets, None if settings.draft == NO_DRAFT else drafts)
-        registry.observe(catalogue.SESSIONS_LIMIT, lambda: [((), model.max_sessions)])
-        registry.observe(catalogue.SESSIONS, lambda: _by_progress(streams.held, sessions.running))
-        observers = RequestObservers(_CLOCK, CallMetrics(registry), sessions)
-    auditor = _auditor(settings, tuning, targets, store, audit_metrics)
-    streams.on_finished.append(auditor.note_finished)
-    opened.push_async_callback(auditor.close)
-    secret = _id_secret(settings)
-    return Generation(streams, model, _CLOCK, secret, observers, auditor, parts.address, threads, collector)
+    def _tracer(self, parts: Parts) -> RequestTracer | None:
+        """Return None where traces are off."""
+        scope = parts.telemetry.scope("galley.gateway", SCHEMA_URL)
+        if scope is None:
+            return None
+        slow_ns = round(self.tuning.slow_round_ms * 1_000_000)
+        options = TraceOptions(self.settings.round_spans, slow_ns, self.settings.trace_content)
+        return RequestTracer(scope, options, _CLOCK)
 
+    def _auditor(self, targets: TargetPool, store: SessionStore, metrics: AuditMetrics | None) -> Auditor:
+        records = AuditRecords(self.settings.redis_url.get_secret_value(), self.settings.pool)
+        verify_ns = int(self.tuning.verify_timeout_s * SECOND)
+        kept_ns = int(self.settings.finished_ttl_s * SECOND)
+        tools = AuditTools(targets, store, records, _CLOCK, verify_ns, kept_ns, metrics)
+        return Auditor(tools, self.settings.audit_ratio)
 
-def _auditor(
-    settings: GatewaySettings,
-    tuning: Tuning,
-    targets: TargetPool,
-    store: SessionStore,
-    metrics: AuditMetrics | None,
-) -> Auditor:
-    records = AuditRecords(settings.redis_url.get_secret_value(), settings.pool)
-    verify_ns, kept_ns = int(tuning.verify_timeout_s * SECOND), int(settings.finished_ttl_s * SECOND)
-    tools = AuditTools(targets, store, records, _CLOCK, verify_ns, kept_ns, metrics)
-    return Auditor(tools, settings.audit_ratio)
+    def _collector(self, streams: Streams, opened: AsyncExitStack) -> Collector | None:
+        """Return what collects finished sessions to train drafts on; None unless the deployment does."""
+        if not self.settings.learn_tokens:
+            return None
+        spool = LearningSpool(self.settings.redis_url.get_secret_value(), self.settings.pool)
+        collector = Collector(spool, self.settings.learn_tokens, self.authentication.present)
+        opened.push_async_callback(collector.close)
+        streams.on_finished.append(collector.finished)
+        return collector
 
+    async def _version_keeper(
+        self, drafts: DraftPool, registry: Registry | None, opened: AsyncExitStack
+    ) -> VersionKeeper | None:
+        """Return what splits sessions between versions of drafts; None without drafts."""
+        metrics = None if registry is None else VersionMetrics(registry)
+        if self.settings.draft == NO_DRAFT:
+            return None
+        store = DraftVersions(self.settings.redis_url.get_secret_value(), self.settings.pool)
+        trial = split_setting(self.settings.draft_split) if self.settings.draft_split else None
+        keeper = VersionKeeper(store, drafts, trial, metrics)
+        if metrics is not None:
+            metrics.observe_split(lambda: keeper.state.split)
+        opened.push_async_callback(keeper.close)
+        await keeper.start()
+        return keeper
 
-def _collector(
-    settings: GatewaySettings, streams: Streams, authentication: Authentication, opened: AsyncExitStack
-) -> Collector | None:
-    """Return what collects finished sessions to train drafts on; None unless the deployment does."""
-    if not settings.learn_tokens:
-        return None
-    spool = LearningSpool(settings.redis_url.get_secret_value(), settings.pool)
-    collector = Collector(spool, settings.learn_tokens, authentication.present)
-    opened.push_async_callback(collector.close)
-    streams.on_finished.append(collector.finished)
-    return collector
+    def _streams(
+        self,
+        store: SessionStore,
+        drafts: DraftPool,
+        targets: TargetPool,
+        tokenizer: Tokenizer,
+        keeper: VersionKeeper | None,
+    ) -> Streams:
+        may_look_up = self.tuning.lookup_fallback and self.settings.draft != NO_DRAFT
+
+        def ports_of(stored: StoredSession, session: Session) -> Ports:
+            draft = DraftSession(drafts, stored.directory.draft, may_look_up=may_look_up)
+            target = TargetSession(targets, session.answer.fingerprint or "", stored.directory.target, draft)
+            begins = len(stored.tokens) == stored.prompt_len
+            tally = keeper.tally(session.spec, draft, begins=begins) if keeper is not None else None
+            return Ports(draft, target, _CLOCK, tally)
+
+        return Streams(
+            store,
+            _CLOCK,
+            ports_of,
+            tokenizer.decode,
+            SessionLimits(
+                window=self.tuning.window,
+                buffer=self.settings.buffer,
+                credit=self.settings.credit,
+                item_drafts=min(MAX_DRAFT_TOKENS, targets.info.max_draft_tokens),
+                target_timeout_ns=int(self.settings.target_timeout_s * SECOND),
+            ),
+            Timeouts(
+                store_ns=int(self.settings.store_timeout_s * SECOND),
+                verify_ns=int(self.tuning.verify_timeout_s * SECOND),
+                draft_ns=int(self.settings.draft_timeout_s * SECOND),
+                renew_ns=int(min(self.settings.session_ttl_s, self.settings.finished_ttl_s) * SECOND / 3),
+                client_ns=int(self.settings.client_timeout_s * SECOND),
+            ),
+            self.settings.max_sessions,
+        )
+
+    def _served_model(
+        self, tokenizer: Tokenizer, targets: TargetPool, drafts: DraftPool, grammars: Grammars
+    ) -> ServedModel:
+        max_draft_tokens = min(MAX_DRAFT_TOKENS, targets.info.max_draft_tokens)
+        is_auto = self.settings.generation_config == "auto"
+        recommended = tokenizer.recommended if is_auto else Recommended({}, None)
+        return ServedModel(
+            name=self.settings.model_name or targets.info.model,
+            targets=targets,
+            tokenizer=tokenizer,
+            drafts=drafts,
+            limits=Limits(recommended.max_tokens or DEFAULT_MAX_TOKENS, max_draft_tokens),
+            max_sessions=self.settings.max_sessions,
+            default_k=0 if self.settings.draft == NO_DRAFT else min(self.settings.k, max_draft_tokens),
+            default_strategy=self.tuning.strategy,
+            grammars=grammars,
+            default_sampling=pb.SamplingParams(**recommended.sampling),
+        )
+
+    def _source(self, addresses: str, pool: LeasePool[Any]) -> AddressSource:
+        if addresses == NO_DRAFT:
+            return StaticAddresses([])
+        if configured := comma_separated(addresses):
+            return StaticAddresses(configured)
+        registry = ReplicaRegistry(self.settings.redis_url.get_secret_value(), self.settings.pool)
+        return RegisteredAddresses(registry, pool)
+
+    async def _meet_drafts(self, drafts: DraftPool) -> None:
+        """Start the pool.
+
+        Raise TokenizerMismatch if all drafts configured by address have another tokenizer.
+        """
+        await drafts.start()
+        if self.settings.draft and drafts.mismatch is not None:
+            raise drafts.mismatch
+        if self.settings.draft != NO_DRAFT and not drafts.strategies:
+            _log.warning("no draft available", reason=drafts.problem)
+
+    def _id_secret(self) -> bytes:
+        given = self.settings.id_secret.get_secret_value().encode()
+        if not given:
+            _log.warning(
+                "no id secret: idempotency keys and cached prefixes are this gateway's own, until it restarts"
+            )
+        return given or secrets.token_bytes(32)
+
+    def _bind_http(self, opened: AsyncExitStack) -> socket.socket | None:
+        """Bind the HTTP port, so that one in use fails at once; return None without one.
+
+        Raise CannotBind.
+        """
+        if self.settings.http_port == OFF:
+            return None
+        return opened.enter_context(bind_socket(self.settings.host, self.settings.http_port))
+
+    async def _serve_http(self, shared: Shared, bound: socket.socket, opened: AsyncExitStack) -> None:
+        from services.gateway.http.port import open_port  # noqa: PLC0415  # imports FastAPI
+
+        server = await open_port(self.settings, shared, bound)
+        opened.push_async_callback(server.stop, _HTTP_GRACE_S)
+
+    def _target_models(self) -> Sequence[str]:
+        return comma_separated(self.settings.target_models) or [model_name(self.settings.model)]
 
 
 def _count_collected(series: Series[Count], is_kept: bool) -> None:
     series.at("kept" if is_kept else "dropped").value += 1
-
-
-async def _version_keeper(
-    settings: GatewaySettings, drafts: DraftPool, registry: Registry | None, opened: AsyncExitStack
-) -> VersionKeeper | None:
-    """Return what splits sessions between versions of drafts; None without drafts."""
-    metrics = None if registry is None else VersionMetrics(registry)
-    if settings.draft == NO_DRAFT:
-        return None
-    store = DraftVersions(settings.redis_url.get_secret_value(), settings.pool)
-    trial = split_setting(settings.draft_split) if settings.draft_split else None
-    keeper = VersionKeeper(store, drafts, trial, metrics)
-    if metrics is not None:
-        metrics.observe_split(lambda: keeper.state.split)
-    opened.push_async_callback(keeper.close)
-    await keeper.start()
-    return keeper
 
 
 async def _collect_garbage(streams: Streams) -> None:
@@ -359,126 +445,31 @@ async def _follow_contention(shared: SharedStatistics, drafts: DraftPool, target
     await reading.repeat(_CONTENTION_S)
 
 
-def _bind_http(settings: GatewaySettings, opened: AsyncExitStack) -> socket.socket | None:
-    """Bind the HTTP port, so that one in use fails at once; return None without one. Raise CannotBind."""
-    if settings.http_port == OFF:
-        return None
-    return opened.enter_context(bind_socket(settings.host, settings.http_port))
-
-
-async def _serve_http(
-    settings: GatewaySettings, shared: Shared, bound: socket.socket, opened: AsyncExitStack
-) -> None:
-    from services.gateway.http.port import open_port  # noqa: PLC0415  # imports FastAPI
-
-    server = await open_port(settings, shared, bound)
-    opened.push_async_callback(server.stop, _HTTP_GRACE_S)
-
-
-def _streams(
-    settings: GatewaySettings,
-    tuning: Tuning,
-    store: SessionStore,
-    drafts: DraftPool,
-    targets: TargetPool,
-    tokenizer: Tokenizer,
-    keeper: VersionKeeper | None,
-) -> Streams:
-    may_look_up = tuning.lookup_fallback and settings.draft != NO_DRAFT
-
-    def ports_of(stored: StoredSession, session: Session) -> Ports:
-        draft = DraftSession(drafts, stored.directory.draft, may_look_up=may_look_up)
-        target = TargetSession(targets, session.answer.fingerprint or "", stored.directory.target, draft)
-        begins = len(stored.tokens) == stored.prompt_len
-        tally = keeper.tally(session.spec, draft, begins=begins) if keeper is not None else None
-        return Ports(draft, target, _CLOCK, tally)
-
-    return Streams(
-        store,
-        _CLOCK,
-        ports_of,
-        tokenizer.decode,
-        SessionLimits(
-            window=tuning.window,
-            buffer=settings.buffer,
-            credit=settings.credit,
-            item_drafts=min(MAX_DRAFT_TOKENS, targets.info.max_draft_tokens),
-            target_timeout_ns=int(settings.target_timeout_s * SECOND),
-        ),
-        Timeouts(
-            store_ns=int(settings.store_timeout_s * SECOND),
-            verify_ns=int(tuning.verify_timeout_s * SECOND),
-            draft_ns=int(settings.draft_timeout_s * SECOND),
-            renew_ns=int(min(settings.session_ttl_s, settings.finished_ttl_s) * SECOND / 3),
-            client_ns=int(settings.client_timeout_s * SECOND),
-        ),
-        settings.max_sessions,
-    )
-
-
-def _target_models(settings: GatewaySettings) -> Sequence[str]:
-    return comma_separated(settings.target_models) or [model_name(settings.model)]
-
-
-def _id_secret(settings: GatewaySettings) -> bytes:
-    given = settings.id_secret.get_secret_value().encode()
-    if not given:
-        _log.warning(
-            "no id secret: idempotency keys and cached prefixes are this gateway's own, until it restarts"
-        )
-    return given or secrets.token_bytes(32)
-
-
-def _source(settings: GatewaySettings, addresses: str, pool: LeasePool[Any]) -> AddressSource:
-    if addresses == NO_DRAFT:
-        return StaticAddresses([])
-    if configured := comma_separated(addresses):
-        return StaticAddresses(configured)
-    return RegisteredAddresses(ReplicaRegistry(settings.redis_url.get_secret_value(), settings.pool), pool)
-
-
-async def _meet_drafts(settings: GatewaySettings, drafts: DraftPool) -> None:
-    """Start the pool. Raise TokenizerMismatch if all drafts configured by address have another tokenizer."""
-    await drafts.start()
-    if settings.draft and drafts.mismatch is not None:
-        raise drafts.mismatch
-    if settings.draft != NO_DRAFT and not drafts.strategies:
-        _log.warning("no draft available", reason=drafts.problem)
-
-
-def _served_model(
-    settings: GatewaySettings,
-    tuning: Tuning,
-    tokenizer: Tokenizer,
-    targets: TargetPool,
-    drafts: DraftPool,
-    grammars: Grammars,
-) -> ServedModel:
-    max_draft_tokens = min(MAX_DRAFT_TOKENS, targets.info.max_draft_tokens)
-    recommended = tokenizer.recommended if settings.generation_config == "auto" else Recommended({}, None)
-    return ServedModel(
-        name=settings.model_name or targets.info.model,
-        targets=targets,
-        tokenizer=tokenizer,
-        drafts=drafts,
-        limits=Limits(recommended.max_tokens or DEFAULT_MAX_TOKENS, max_draft_tokens),
-        max_sessions=settings.max_sessions,
-        default_k=0 if settings.draft == NO_DRAFT else min(settings.k, max_draft_tokens),
-        default_strategy=tuning.strategy,
-        grammars=grammars,
-        default_sampling=pb.SamplingParams(**recommended.sampling),
-    )
-
-
 def observe_gateway(
     registry: Registry, streams: Streams, targets: TargetPool, drafts: DraftPool | None
 ) -> None:
     pools: list[ReplicaPool[Any]] = [targets] if drafts is None else [targets, drafts]
     add = registry.observe
     add(catalogue.SESSIONS_OPEN, lambda: [((), streams.held)])
-    add(catalogue.REPLICAS, lambda: _replicas(pools))
-    add(catalogue.FAILOVERS, lambda: _failovers(pools))
-    add(catalogue.BREAKER_STATE, lambda: _breakers(drafts))
+    add(
+        catalogue.REPLICAS,
+        lambda: [
+            ((pool.role, state), count)
+            for pool in pools
+            for state, count in zip(("up", "down"), pool.up_and_down(), strict=True)
+        ],
+    )
+    add(
+        catalogue.FAILOVERS,
+        lambda: [((p.role, reason), p.move_counts[reason]) for p in pools for reason in MOVE_REASONS],
+    )
+    add(
+        catalogue.BREAKER_STATE,
+        lambda: [
+            (("draft", address), _BREAKER[state])
+            for address, state in (drafts.breakers() if drafts is not None else ())
+        ],
+    )
     add(catalogue.TARGETS_KV_USAGE, lambda: _kv_usage(targets.leases() if targets.knows_load else ()))
     add(catalogue.TARGETS_CACHE, lambda: _cache(targets.leases()))
 
@@ -497,21 +488,3 @@ def _kv_usage(leases: Sequence[TargetLease]) -> Iterator[tuple[tuple[()], float]
 def _cache(leases: Sequence[TargetLease]) -> Iterator[tuple[tuple[str, str], float]]:
     if total := sum(lease.kv_blocks_total for lease in leases):
         yield (str(max(lease.kv_block_tokens for lease in leases)), str(total)), 1
-
-
-def _replicas(pools: Sequence[ReplicaPool[Any]]) -> Iterator[tuple[tuple[str, str], float]]:
-    for pool in pools:
-        up, down = pool.up_and_down()
-        yield (pool.role, "up"), up
-        yield (pool.role, "down"), down
-
-
-def _failovers(pools: Sequence[ReplicaPool[Any]]) -> Iterator[tuple[tuple[str, str], float]]:
-    for pool in pools:
-        for reason in MOVE_REASONS:
-            yield (pool.role, reason), pool.move_counts[reason]
-
-
-def _breakers(drafts: DraftPool | None) -> Iterator[tuple[tuple[str, str], float]]:
-    for address, state in drafts.breakers() if drafts is not None else ():
-        yield ("draft", address), _BREAKER[state]
