@@ -50,7 +50,6 @@ from services.gateway.audit.records import AuditRecords
 from services.gateway.auth.authentication import Authentication, PrincipalInterceptor, build_authentication
 from services.gateway.clock import SECOND, MonotonicClock, Timeouts
 from services.gateway.generation import Generation, ServedModel
-from services.gateway.http.shared import Shared
 from services.gateway.learning.collector import Collector
 from services.gateway.replicas.draft_session import DraftSession
 from services.gateway.replicas.drafts import DraftPool
@@ -191,8 +190,7 @@ class _Gateway:
             self.authentication.on_stream_unidentified = generation.observers.unidentified
             rpc.add_GenerationServicer_to_server(GenerationServicer(generation), server)
             if bound is not None:
-                shared = Shared(generation, self.authentication, self._tracer(parts), parts.metrics)
-                await self._serve_http(shared, bound, opened)
+                await self._serve_http(generation, parts, bound, opened)
                 parts.addresses["http"] = socket_address(bound)
             return GatewayService(
                 generation.streams, opened.pop_all(), self.settings.drain_timeout_s, generation.auditor.stop
@@ -412,10 +410,14 @@ class _Gateway:
             return None
         return opened.enter_context(bind_socket(self.settings.host, self.settings.http_port))
 
-    async def _serve_http(self, shared: Shared, bound: socket.socket, opened: AsyncExitStack) -> None:
+    async def _serve_http(
+        self, generation: Generation, parts: Parts, bound: socket.socket, opened: AsyncExitStack
+    ) -> None:
         from services.gateway.http.port import open_port  # noqa: PLC0415  # imports FastAPI
 
-        server = await open_port(self.settings, shared, bound)
+        server = await open_port(
+            self.settings, generation, self.authentication, self._tracer(parts), parts.metrics, bound
+        )
         opened.push_async_callback(server.stop, _HTTP_GRACE_S)
 
     def _target_models(self) -> Sequence[str]:
