@@ -24,7 +24,7 @@ from services.gateway.http.api.schemas import (
     CompletionRequest,
     check_parameters,
 )
-from services.gateway.http.api.stream import AnswerEvents, EventStream
+from services.gateway.http.api.stream import EventStream, EventWriter
 from services.gateway.http.api.whole import WholeAnswers
 from services.gateway.http.parameters.structured import renamed
 from services.gateway.http.tools.requests import ToolUse
@@ -117,7 +117,7 @@ class Answers:
 class StreamedAnswers(Response):
     """A response of events, written while `run` runs the sessions."""
 
-    def __init__(self, run: Run, writer: Callable[[Send], AnswerEvents]) -> None:
+    def __init__(self, run: Run, writer: Callable[[Send], EventWriter]) -> None:
         super().__init__()
         self._run = run
         self._writer = writer

@@ -20,9 +20,9 @@ from services.gateway.http.api.format import choice_id, stored_format
 from services.gateway.http.api.identity import finish_reason
 from services.gateway.http.api.positions import DONE, parse_event_id
 from services.gateway.http.api.schemas import MAX_ANSWERS
-from services.gateway.http.api.stream import AnswerEvents, EventStream
+from services.gateway.http.api.stream import EventStream, EventWriter
+from services.gateway.http.responses.parts import response_stream
 from services.gateway.http.responses.record import stored_record
-from services.gateway.http.responses.writers import response_stream
 from services.gateway.http.transport.front import CALL
 from services.gateway.session.streams import LogStatistics
 
@@ -53,7 +53,7 @@ class Sessions:
 
         model, record = self._generation.model, stored_record(stored.fields)
 
-        def writer(send: Send) -> AnswerEvents:
+        def writer(send: Send) -> EventWriter:
             if record is not None:
                 return response_stream(send, record, form, model, positions[0], {})
             return EventStream(send, form, model, positions, {})

@@ -7,8 +7,9 @@ once, as an event is written for every chunk of tokens.
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.types import Send
 
@@ -37,19 +38,8 @@ _PLAIN = to_text(_NOTHING)[1:]
 _OPENING = {"role": "assistant", "content": ""}
 
 
-class AnswerEvents(Reader, Protocol):
-    """Write answers as events."""
-
-    @property
-    def has_begun(self) -> bool:
-        """Return True once the status was sent."""
-
-    async def fail(self, error: BaseException) -> None:
-        """Send an error after the response has begun, and end the response."""
-
-
-class EventWriter:
-    """Write the parts of a response of events."""
+class EventWriter(Reader):
+    """Write answers as events; `has_begun` is True once the status was sent."""
 
     def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
         self.has_begun = False
@@ -64,6 +54,10 @@ class EventWriter:
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    @abstractmethod
+    async def fail(self, error: BaseException) -> None:
+        """Send an error after the response has begun, and end the response."""
 
 
 class EventStream(EventWriter):

@@ -22,12 +22,11 @@ from services.gateway.http.api.format import Format, stored_format
 from services.gateway.http.api.positions import START
 from services.gateway.http.api.schemas import check_parameters
 from services.gateway.http.responses.objects import PREFIX, ResponseObjects, input_items
-from services.gateway.http.responses.parts import place_after
+from services.gateway.http.responses.parts import place_after, response_stream
 from services.gateway.http.responses.record import Record, Turn, stored_record
 from services.gateway.http.responses.requests import Translation, named_as_here
 from services.gateway.http.responses.schemas import ResponseRequest
 from services.gateway.http.responses.stream import position_after
-from services.gateway.http.responses.writers import response_stream
 from services.gateway.http.transport.encoding import json_text
 from services.gateway.http.transport.errors import Refused
 from services.gateway.http.transport.front import CALL

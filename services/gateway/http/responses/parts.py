@@ -11,14 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from starlette.types import Send
+
 from galley.core.answer.answer import Chunk, NumericsChanged
 from galley.core.content import RunningHash
 from galley.core.errors import InvalidField
-from services.gateway.generation import AnswerStream
+from services.gateway.generation import AnswerStream, ServedModel
 from services.gateway.http.api.choices import Choice
+from services.gateway.http.api.format import Format
 from services.gateway.http.api.positions import DONE, Position, position_before
+from services.gateway.http.api.stream import EventWriter
 from services.gateway.http.responses.items import Event, PartsReader
-from services.gateway.http.responses.stream import ResponseEvents, typed_event
+from services.gateway.http.responses.record import Record
+from services.gateway.http.responses.stream import ResponseEvents, ResponseStream, typed_event
 from services.gateway.http.transport.encoding import with_json
 
 _OPENING = 2
@@ -171,3 +176,16 @@ def place_after(number: int, output: Sequence[int], most: int, *, has_ended: boo
     if index > (len(output) if has_ended else most):
         raise InvalidField("starting_after", f"must be the number of an event of this response, got {number}")
     return replace(position_before(index, output), step=step + 1)
+
+
+def response_stream(
+    send: Send,
+    record: Record,
+    form: Format,
+    model: ServedModel,
+    former: Position,
+    headers: Mapping[str, str],
+) -> EventWriter:
+    """Return what writes the events of a response, from the place `former` that the client had reached."""
+    stream = PartsStream if form.has_parts else ResponseStream
+    return stream(send, record, form, model, former, headers)
