@@ -78,14 +78,12 @@ from services.gateway.settings import (
 )
 from services.gateway.store.redis import RedisStore
 from services.gateway.store.session_log import retry
-from services.gateway.telemetry.audit_metrics import AuditMetrics
 from services.gateway.telemetry.call import CallMetrics
-from services.gateway.telemetry.grammar_metrics import GrammarMetrics
+from services.gateway.telemetry.component_metrics import AuditMetrics, VersionMetrics, count_compiled
 from services.gateway.telemetry.interceptor import RequestTracer, TraceInterceptor
 from services.gateway.telemetry.observer import RequestObservers
 from services.gateway.telemetry.session_metrics import SessionMetrics
 from services.gateway.telemetry.spans import TraceOptions
-from services.gateway.telemetry.version_metrics import VersionMetrics
 from services.gateway.versions.keeper import VersionKeeper
 
 _log = get_logger(__name__)
@@ -255,7 +253,7 @@ class _Gateway:
         if (registry := parts.metrics) is not None:
             peer_files = None if self.tls["target"] is None else self.tls["target"].files
             observe_expiry(registry, PEER_CERTIFICATE_EXPIRY, peer_files)
-            grammars.on_compiled = GrammarMetrics(registry).count
+            grammars.on_compiled = count_compiled(registry)
             audit_metrics = AuditMetrics(registry)
             sessions = SessionMetrics(registry, model.name, names_principals=self.settings.usage_by_principal)
             # Also where nothing is collected: the series are at 0 then.

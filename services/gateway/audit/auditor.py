@@ -35,8 +35,8 @@ from services.gateway.audit.replay import Replay
 from services.gateway.audit.verification import AuditedReplica, audited_spec, is_idle
 from services.gateway.clock import MILLISECOND, SECOND
 from services.gateway.replicas.targets import TargetPool, TargetReplica
-from services.gateway.telemetry.audit_metrics import AuditMetrics, Skipped
 from services.gateway.telemetry.call import VALUE
+from services.gateway.telemetry.component_metrics import AuditMetrics, Skipped
 
 MAX_WAITING = 1000
 """Finished sessions that wait for their audit; the oldest are dropped."""

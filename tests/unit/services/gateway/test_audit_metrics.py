@@ -8,7 +8,7 @@ from galley.common.metrics import catalogue
 from galley.common.metrics.labels import GATEWAY
 from galley.common.metrics.registry import Registry
 from galley.core.audit import AuditReport, Verdict
-from services.gateway.telemetry.audit_metrics import AuditMetrics
+from services.gateway.telemetry.component_metrics import AuditMetrics
 from tests.fakes.readings import number, total
 
 

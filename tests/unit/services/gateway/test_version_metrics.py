@@ -8,7 +8,7 @@ from galley.common.metrics import catalogue
 from galley.common.metrics.labels import GATEWAY, NO_VERSION
 from galley.common.metrics.registry import Registry
 from galley.core.versions.split import Split
-from services.gateway.telemetry.version_metrics import VersionMetrics
+from services.gateway.telemetry.component_metrics import VersionMetrics
 from tests.fakes.readings import number, total
 
 

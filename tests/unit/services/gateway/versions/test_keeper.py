@@ -26,7 +26,7 @@ from services.gateway.clock import MonotonicClock
 from services.gateway.replicas.draft_session import DraftSession
 from services.gateway.replicas.drafts import DraftPool
 from services.gateway.replicas.membership import StaticAddresses
-from services.gateway.telemetry.version_metrics import VersionMetrics
+from services.gateway.telemetry.component_metrics import VersionMetrics
 from services.gateway.versions.keeper import EMPTY_READS, VersionKeeper
 from services.gateway.versions.tally import SessionTally
 from tests.fakes.readings import number, total
