@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 
 from fastapi import FastAPI
 from starlette.routing import Route
 
-from services.gateway.http.page.files import PageFile
+from services.gateway.http.page.files import page_route
 from services.gateway.http.transport.encoding import to_json
 
 _HTML = """<!doctype html>
@@ -47,6 +46,4 @@ def description_routes(app: FastAPI) -> Iterator[Route]:
         ("/docs/swagger-ui.css", (folder / "swagger-ui.css").read_bytes(), "text/css"),
         ("/docs/swagger-ui-bundle.js", (folder / "swagger-ui-bundle.js").read_bytes(), "text/javascript"),
     ):
-        etag = f'"{blake2b(body, digest_size=16).hexdigest()}"'
-        headers = {**_HEADERS, "content-type": f"{kind}; charset=utf-8", "etag": etag}
-        yield Route(path, PageFile(body, headers).respond)
+        yield page_route(path, body, {**_HEADERS, "content-type": f"{kind}; charset=utf-8"})

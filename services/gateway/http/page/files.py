@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
 
@@ -30,24 +29,23 @@ _HEADERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PageFile:
-    """A file that is read once; a browser that has it gets 304."""
-
-    body: bytes
-    headers: dict[str, str]
-
-    async def respond(self, request: Request) -> Response:
-        if self.headers["etag"] in request.headers.get("if-none-match", ""):
-            return Response(status_code=304, headers=self.headers)
-        return Response(self.body, headers=self.headers)
-
-
 def page_routes() -> Iterator[Route]:
     """Yield the route of each file: `/` is index.html."""
     for path in sorted(_FOLDER.iterdir()):
         if path.suffix in _TYPES:
-            body = path.read_bytes()
-            etag = f'"{blake2b(body, digest_size=16).hexdigest()}"'
-            file = PageFile(body, {**_HEADERS, "content-type": _TYPES[path.suffix], "etag": etag})
-            yield Route("/" if path.name == "index.html" else f"/page/{path.name}", file.respond)
+            headers = {**_HEADERS, "content-type": _TYPES[path.suffix]}
+            place = "/" if path.name == "index.html" else f"/page/{path.name}"
+            yield page_route(place, path.read_bytes(), headers)
+
+
+def page_route(path: str, body: bytes, headers: Mapping[str, str]) -> Route:
+    """Return the route of a file; a browser that has it gets 304."""
+    etag = f'"{blake2b(body, digest_size=16).hexdigest()}"'
+    tagged = {**headers, "etag": etag}
+
+    async def respond(request: Request) -> Response:
+        if etag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=tagged)
+        return Response(body, headers=tagged)
+
+    return Route(path, respond)
