@@ -10,9 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Protocol
 
-from galley.core.answer.answer import SessionSpec
 from galley.core.features import (
     MAX_FEATURE_LAYERS,
     MAX_FEATURE_TOKENS,
@@ -25,16 +23,6 @@ from services.gateway.telemetry.observer import request_observer
 
 MAX_STATES_BYTES = 1024 * 1024
 """Bytes of states in a request, well below what a draft takes as one message."""
-
-
-class StateReader(Protocol):
-    """The draft of a session, for its target."""
-
-    def form_for(self, spec: SessionSpec) -> FeatureForm | None:
-        """Return the states that the session's draft reads; None if it reads none."""
-
-    def receive(self, form: FeatureForm, answers: Sequence[pb.VerifyAnswer]) -> None:
-        """Take the states of verdicts on a request for states of this form."""
 
 
 def sends_states(info: pb.GetTargetInfoResponse, form: FeatureForm) -> bool:

@@ -32,7 +32,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import SECOND
 from services.gateway.replicas import messages
 from services.gateway.replicas.clients import OpenRequest
-from services.gateway.replicas.states import StateReader
+from services.gateway.replicas.draft_session import DraftSession
 from services.gateway.replicas.targets import TargetPool, TargetReplica
 from services.gateway.telemetry.observer import request_observer
 
@@ -52,7 +52,7 @@ class TargetSession:
         targets: TargetPool,
         fingerprint: str = "",
         held: CacheLocation | None = None,
-        reader: StateReader | None = None,
+        reader: DraftSession | None = None,
     ) -> None:
         """`fingerprint` is the build that computed the session so far; `held` is from the KV directory.
 

@@ -9,17 +9,17 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from galley.common.logs import get_logger
 from galley.core.errors import Broken, Cancelled, ClientStalled, DeadlinePassed
 from galley.core.session import events as ev
 from galley.core.session.events import Clock, DraftPort, Replica, RoundEnded, TargetPort, Verification
 from galley.core.session.machine import Session
-from galley.core.session.round import SpeculationStats
 from galley.core.store import UNCHANGED, CacheLocation, KvDirectory
 from services.gateway.clock import SECOND, Timeouts
 from services.gateway.session.outbox import Outbox
+from services.gateway.session.tally import SessionTally
 from services.gateway.store.session_log import SessionLog
 from services.gateway.telemetry.observer import request_observer
 
@@ -54,21 +54,12 @@ _CARRY_OUT: Final[Mapping[type[ev.Effect], str]] = {
 _log = get_logger(__name__)
 
 
-class RoundTally(Protocol):
-    """Counts the rounds of one session, for a trial of a draft's version."""
-
-    def add(self, done: RoundEnded) -> None: ...
-
-    def stop(self, stats: SpeculationStats) -> None:
-        """Note that the session has stopped here."""
-
-
 @dataclass(frozen=True, slots=True)
 class Ports:
     draft: DraftPort
     target: TargetPort
     clock: Clock
-    tally: RoundTally | None = None
+    tally: SessionTally | None = None
 
 
 class SessionRunner:

@@ -36,9 +36,9 @@ from galley.core.versions.state import (
 )
 from services.gateway.replicas.draft_session import DraftSession
 from services.gateway.replicas.drafts import DraftPool
+from services.gateway.session.tally import SessionTally
 from services.gateway.telemetry.component_metrics import Ending, VersionMetrics
 from services.gateway.telemetry.observer import request_observer
-from services.gateway.versions.tally import SessionTally
 
 READ_S = 1.0
 EMPTY_READS = 6

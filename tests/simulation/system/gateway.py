@@ -24,9 +24,9 @@ from services.gateway.service import GatewayService
 from services.gateway.servicer import GenerationServicer
 from services.gateway.session.own_sources import OwnSources
 from services.gateway.session.runner import Ports
+from services.gateway.session.tally import SessionTally
 from services.gateway.telemetry.observer import RequestObservers
 from services.gateway.versions.keeper import VersionKeeper
-from services.gateway.versions.tally import SessionTally
 from tests.fakes.truth import letters
 from tests.simulation import schedule as settings
 from tests.simulation.grammars import VOCABULARY

@@ -26,9 +26,9 @@ from services.gateway.clock import MonotonicClock
 from services.gateway.replicas.draft_session import DraftSession
 from services.gateway.replicas.drafts import DraftPool
 from services.gateway.replicas.membership import StaticAddresses
+from services.gateway.session.tally import SessionTally
 from services.gateway.telemetry.component_metrics import VersionMetrics
 from services.gateway.versions.keeper import EMPTY_READS, VersionKeeper
-from services.gateway.versions.tally import SessionTally
 from tests.fakes.readings import number, total
 from tests.fakes.session_ports import SPEC
 from tests.fakes.versions import MemoryVersions
