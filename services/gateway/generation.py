@@ -20,8 +20,8 @@ from galley.common.fair_threads import FairThreads
 from galley.common.wire.handlers import text_metadata
 from galley.core.admission.admission import AdmissionSlot
 from galley.core.admission.attempts import ATTEMPT_KEY, Attempt
-from galley.core.answer.answer import Answer, Chunk, Ending, NumericsChanged, SessionSpec
-from galley.core.audit import AuditCounts, AuditReport
+from galley.core.answer.answer import Chunk, Ending, NumericsChanged, SessionSpec
+from galley.core.audit import AuditReport
 from galley.core.errors import Broken, InvalidField, LogLost, NotFinished, UnknownSession
 from galley.core.names import STRATEGIES
 from galley.core.session import events as ev
@@ -51,7 +51,7 @@ from services.gateway.request.validate import (
     tenant_salt_for,
 )
 from services.gateway.session.runner import SessionRunner
-from services.gateway.session.streams import LogStatistics, PreparedClaim, Pump, Streams
+from services.gateway.session.streams import PreparedClaim, Pump, Streams
 from services.gateway.telemetry.observer import RequestObserver, RequestObservers
 
 if TYPE_CHECKING:
@@ -252,10 +252,6 @@ class Generation:
             self.streams.charge_audit(stored, principal)
             return await self.auditor.audit(stored)
 
-    async def audit_counts(self) -> AuditCounts:
-        """Return the totals of all audits of this pool's gateways. Raise StoreUnavailable."""
-        return await self.auditor.counts()
-
     # ----------------------------------------------------------------------- the parts of a call --
 
     def observe(
@@ -350,10 +346,6 @@ class Generation:
         bind_contextvars(session_id=claim.resume.session_id)
         return await self.streams.claim(claim, deadline_ns)
 
-    def admit_read(self) -> AbstractContextManager[None]:
-        """Hold a slot for `read`, and for what is made of the session. Raise Overloaded."""
-        return self.streams.admit_read(caller())
-
     def admit_reading_call(self, call: ClientCall) -> None:
         """Hold a slot for `read` until the call has ended: its response is sent. Raise Overloaded."""
         held = ExitStack()
@@ -366,19 +358,6 @@ class Generation:
         session_id = parse_session_id(session_id)
         bind_contextvars(session_id=session_id)
         return await self.streams.read(session_id, caller(), self.deadline_ns(call))
-
-    async def answer_of(self, stored: StoredSession) -> tuple[Answer, Ending | None]:
-        """Return the answer of a session that was read, and its end. Raise LogLost or Overloaded."""
-        return await self.streams.answer_of(stored, caller())
-
-    async def statistics_of(
-        self, choices: Sequence[StoredSession]
-    ) -> tuple[SessionSpec, list[LogStatistics]]:
-        """Return the request of sessions that were read, the choices of one call, and what their logs say.
-
-        Raise LogLost or Overloaded.
-        """
-        return await self.streams.statistics_of(choices, caller())
 
     def answer(
         self, runner: SessionRunner, slot: AdmissionSlot, call: ClientCall, observer: RequestObserver

@@ -73,7 +73,7 @@ class GenerationServicer(rpc.GenerationServicer):
     async def GetAuditCounts(
         self, _request: pb.GetAuditCountsRequest, _context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GetAuditCountsResponse:
-        counts = await self.generation.audit_counts()
+        counts = await self.generation.auditor.counts()
         return pb.GetAuditCountsResponse(
             sessions=counts.sessions,
             damaged=counts.damaged,

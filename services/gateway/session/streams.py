@@ -262,7 +262,7 @@ class Streams:
         return self._runner(session, stored, slot.principal, claim.called_ns, deadline_ns)
 
     def admit_read(self, principal: Principal) -> AbstractContextManager[None]:
-        """Hold a slot for reads of sessions. Raise Overloaded."""
+        """Hold a slot for `read`, and for what is made of the session. Raise Overloaded."""
         return self._slot(self._reads, principal)
 
     def admit_answer(self, principal: Principal) -> AbstractContextManager[None]:
@@ -296,7 +296,10 @@ class Streams:
         return await self._replays.spec_of(stored)
 
     async def answer_of(self, stored: StoredSession, principal: Principal) -> tuple[Answer, Ending | None]:
-        """Return the answer of a session that was read, and its end. Charge its replay; raise Overloaded."""
+        """Return the answer of a session that was read, and its end. Charge its replay.
+
+        Raise LogLost or Overloaded.
+        """
         self._charge_outputs([stored], principal)
         return await self._replays.replay(stored), _ending(stored)
 

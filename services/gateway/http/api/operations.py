@@ -48,7 +48,7 @@ class Operations:
 
     async def audits(self) -> dict[str, Any]:
         """Return the totals of all audits of the deployment."""
-        counts = await self._generation.audit_counts()
+        counts = await self._generation.auditor.counts()
         return {
             "object": "galley.audits",
             "ratio": self._generation.auditor.ratio,

@@ -14,6 +14,7 @@ from starlette.types import Send
 from galley.core.answer.answer import SessionSpec
 from galley.core.errors import UnknownSession
 from galley.core.store import StoredSession
+from services.gateway.auth.authentication import caller
 from services.gateway.http.api.answers import StreamedAnswers
 from services.gateway.http.api.choices import ChoiceRunner, Reader
 from services.gateway.http.api.format import choice_id, stored_format
@@ -43,7 +44,7 @@ class Sessions:
         if last == DONE:
             return Response(status_code=204)  # an EventSource then no longer reconnects
         call = request.scope[CALL]
-        with self._generation.admit_read():
+        with self._generation.streams.admit_read(caller()):
             stored = await self._generation.read(session_id, call)
         form = stored_format(stored.fields)
         positions = parse_event_id(last, form.choices)
@@ -70,7 +71,7 @@ class Sessions:
         for index in range(1, form.choices):
             with suppress(UnknownSession):
                 choices[index] = await self._generation.read(choice_id(session_id, index), call)
-        spec, statistics = await self._generation.statistics_of([*choices.values()])
+        spec, statistics = await self._generation.streams.statistics_of([*choices.values()], caller())
         return JSONResponse(self._describe(choices, form.n, spec, statistics))
 
     async def audit(
@@ -107,7 +108,7 @@ class Sessions:
     async def abort(self, session_id: str, request: HttpRequest) -> Response:
         """End a session permanently, with all of its choices."""
         call = request.scope[CALL]
-        with self._generation.admit_read():
+        with self._generation.streams.admit_read(caller()):
             stored = await self._generation.read(session_id, call)
         for index in range(stored_format(stored.fields).choices):
             with suppress(UnknownSession):

@@ -15,6 +15,7 @@ from galley.core import names
 from galley.core.answer.answer import Answer, Chunk, Ending, NumericsChanged
 from galley.core.errors import InvalidField, LogLost, UnknownSession
 from galley.core.store import StoredSession
+from services.gateway.auth.authentication import caller
 from services.gateway.generation import AnswerStream, ServedModel
 from services.gateway.http.api.answers import CollectedAnswers, StreamedAnswers, idempotency_key
 from services.gateway.http.api.choices import Choice, ChoiceRunner, Reader
@@ -85,7 +86,7 @@ class Responses:
         if not stream:
             self._generation.admit_reading_call(call)
             return await self._response(*await self._read(response_id, call))
-        with self._generation.admit_read():
+        with self._generation.streams.admit_read(caller()):
             stored, record = await self._read(response_id, call)
         output = stored.tokens[stored.prompt_len :]
         form, session_id = stored_format(stored.fields), stored.ownership.session_id
@@ -118,7 +119,7 @@ class Responses:
     async def delete(self, response_id: str, request: HttpRequest) -> Response:
         """Remove a stored response; one that is in progress ends."""
         call = request.scope[CALL]
-        with self._generation.admit_read():
+        with self._generation.streams.admit_read(caller()):
             try:
                 stored, _ = await self._read(response_id, call)
             except (Refused, LogLost) as error:  # it may have expired; a damaged one is the caller's
@@ -160,7 +161,7 @@ class Responses:
     async def _former(self, response_id: str, call: HttpCall) -> Sequence[Turn]:
         """Return the turns of a stored response with its answer. Raise Refused or InvalidField."""
         name = "previous_response_id"
-        with self._generation.admit_read():
+        with self._generation.streams.admit_read(caller()):
             try:
                 stored, record = await self._read(response_id, call)
             except Refused:
@@ -172,7 +173,7 @@ class Responses:
                 ) from None
             if stored.state != "finished":
                 raise InvalidField(name, "must be a response that has ended")
-            answer, ending = await self._generation.answer_of(stored)
+            answer, ending = await self._generation.streams.answer_of(stored, caller())
             objects = self._objects(record, stored, answer, ending)
             turn = await objects.turn()
             await asyncio.sleep(0)
@@ -193,7 +194,7 @@ class Responses:
         return stored, record
 
     async def _response(self, stored: StoredSession, record: Record) -> Response:
-        answer, ending = await self._generation.answer_of(stored)
+        answer, ending = await self._generation.streams.answer_of(stored, caller())
         objects = self._objects(record, stored, answer, ending)
         return Response(await objects.whole(), media_type="application/json")
 
