@@ -37,7 +37,6 @@ from services.gateway.learning.collector import Collector
 from services.gateway.replicas.drafts import DraftPool
 from services.gateway.replicas.targets import TargetPool
 from services.gateway.request.grammars import Grammars
-from services.gateway.request.threads import is_short
 from services.gateway.request.validate import (
     Limits,
     Model,
@@ -59,6 +58,8 @@ if TYPE_CHECKING:
 
 _SEED_BITS = 52
 """Bits of a drawn seed: as a double, which JavaScript reads, it and those of further choices are the same."""
+SHORT_BYTES = 1024
+FEW_MESSAGES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +308,7 @@ class Generation:
         Charge the slot for a prompt that is refused after it was tokenized.
         """
         try:
-            if is_short(request):
+            if _is_short(request):
                 return self._check(request)
             return await self.prompt_threads.run(slot.principal.name, partial(self._check, request))
         except PromptRefused as error:
@@ -392,3 +393,16 @@ def _attempt_of(call: ClientCall) -> Attempt | None:
         return None if text is None else Attempt.parse(text)
     except ValueError as error:
         raise InvalidField(ATTEMPT_KEY, str(error)) from None
+
+
+def _is_short(request: pb.GenerateRequest) -> bool:
+    """Return True if the request needs no thread: it is parsed and tokenized in less than a millisecond.
+
+    A thread begins and ends in several turns of a busy event loop. So in a thread the short prompts of one
+    principal would wait for each other much longer than they take.
+    """
+    return (
+        request.ByteSize() <= SHORT_BYTES
+        and len(request.messages.messages) <= FEW_MESSAGES
+        and not request.HasField("structured_output")
+    )

@@ -59,9 +59,8 @@ from services.gateway.replicas.membership import (
     ReplicaPool,
     StaticAddresses,
 )
-from services.gateway.replicas.requirements import TargetRequirements
 from services.gateway.replicas.target_session import TargetSession
-from services.gateway.replicas.targets import TargetPool
+from services.gateway.replicas.targets import TargetPool, TargetRequirements
 from services.gateway.request.grammars import Grammars
 from services.gateway.request.validate import DEFAULT_MAX_TOKENS, Limits
 from services.gateway.servicer import GenerationServicer

@@ -16,8 +16,7 @@ from services.gateway.audit.auditor import Auditor, AuditTools
 from services.gateway.clock import SECOND, Timeouts
 from services.gateway.generation import Generation, ServedModel
 from services.gateway.replicas.membership import RegisteredAddresses
-from services.gateway.replicas.requirements import TargetRequirements
-from services.gateway.replicas.targets import TargetPool
+from services.gateway.replicas.targets import TargetPool, TargetRequirements
 from services.gateway.request.grammars import Grammars
 from services.gateway.request.validate import Limits
 from services.gateway.service import GatewayService

@@ -7,6 +7,7 @@ are written: as objects they are many.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,6 @@ from galley.core.answer.answer import Answer
 from services.gateway.generation import ServedModel
 from services.gateway.http.api.format import Format
 from services.gateway.http.api.logprobs import chat_logprobs_json
-from services.gateway.http.responses.content_tokens import ContentTokens
 from services.gateway.http.tools.deltas import CallArguments, CallBegins, Content, Delta, Reasoning
 from services.gateway.http.tools.output import OutputReader
 from services.gateway.http.transport.encoding import to_json, with_json
@@ -118,6 +118,45 @@ class ItemBuilder:
 
 def _unless_fixed(part: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in part.items() if name in {"text", "logprobs"}}
+
+
+class ContentTokens:
+    """The tokens that were read and have no delta yet: some text is held back until later tokens decide."""
+
+    def __init__(self) -> None:
+        self._waiting = deque[tuple[int | None, str]]()
+        """Each with the rest of its text; one that had a delta for the beginning of it has no index."""
+
+    def read(self, index: int, text: str) -> None:
+        """Take up output token `index`, which adds `text`."""
+        self._waiting.append((index, text))
+
+    def drop(self, keep: int = 0) -> None:
+        """Forget all tokens but the last `keep`: their text is no content."""
+        while len(self._waiting) > keep:
+            self._waiting.popleft()
+
+    def take(self, text: str, *, is_first: bool) -> list[int]:
+        """Return the tokens that a delta of content brings; before the first of an item, others may wait."""
+        if is_first:
+            self._skip(max("".join(rest for _, rest in self._waiting).rfind(text), 0))
+        taken: list[int] = []
+        left = len(text)
+        while left > 0 and self._waiting:
+            index, rest = self._waiting.popleft()
+            if index is not None:
+                taken.append(index)
+            if len(rest) > left:
+                self._waiting.appendleft((None, rest[left:]))
+            left -= len(rest)
+        return taken
+
+    def _skip(self, length: int) -> None:
+        while length > 0:
+            index, rest = self._waiting.popleft()
+            if len(rest) > length:
+                self._waiting.appendleft((index, rest[length:]))
+            length -= len(rest)
 
 
 class PartsReader:

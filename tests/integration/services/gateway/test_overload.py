@@ -12,7 +12,7 @@ import pytest
 
 from galley.client.client import AsyncStream, GalleyRpcError
 from galley.common.models.tokenizer import Tokenizer
-from services.gateway.request.threads import SHORT_BYTES
+from services.gateway.generation import SHORT_BYTES
 from tests.fakes.redis_servers import Server
 from tests.fakes.waiting import PATIENCE_S
 from tests.fakes.world import Received, World, any_credit, must_be_true, receive, refused

@@ -24,9 +24,8 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import SECOND, MonotonicClock
 from services.gateway.replicas.clients import TargetClient, _Connection
 from services.gateway.replicas.delivery import DeliveryQueue, Recipient
-from services.gateway.replicas.requirements import TargetRequirements
 from services.gateway.replicas.target_session import TargetSession
-from services.gateway.replicas.targets import TargetPool
+from services.gateway.replicas.targets import TargetPool, TargetRequirements
 from tests.fakes.fleet import BLOCK, Fleet
 from tests.fakes.replicas import MODEL, FakeTarget
 from tests.fakes.spans import KeptSpans, attributes_of, error_of, traced_here

@@ -17,8 +17,8 @@ import pytest
 from galley.common.wire.fields import varint
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.gateway.generation import FEW_MESSAGES, SHORT_BYTES
 from services.gateway.http.transport.body import MOST_IDS
-from services.gateway.request.threads import FEW_MESSAGES, SHORT_BYTES
 from tests.fakes import fleet as fleet_module
 from tests.fakes import replicas, tokenizer_files
 from tests.fakes.fleet import Fleet
