@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from galley.core.audit import AuditCounts, AuditReport, Difference, Verdict
 from galley.pb.galley.v1 import galley_pb2 as pb
 
@@ -29,14 +31,7 @@ def audit_report(session_id: str, response: pb.AuditResponse) -> AuditReport:
 
 
 def audit_counts(response: pb.GetAuditCountsResponse) -> AuditCounts:
-    return AuditCounts(
-        sessions=response.sessions,
-        tokens=response.tokens,
-        differing=response.differing,
-        loose_tokens=response.loose_tokens,
-        loose_differing=response.loose_differing,
-        damaged=response.damaged,
-    )
+    return AuditCounts(**{one.name: getattr(response, one.name) for one in fields(AuditCounts)})
 
 
 def _difference(one: pb.AuditDifference) -> Difference:

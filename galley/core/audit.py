@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 AUDIT_PRIORITY = -(2**31)
 """Priority of audits at targets, the lowest there is."""
@@ -37,6 +38,17 @@ class Difference:
     computed: int
     logged_logprob: float | None = None
     computed_logprob: float | None = None
+
+
+def difference_fields(one: Difference) -> dict[str, Any]:
+    """Return a difference by the names that gRPC and HTTP have for its fields."""
+    return {
+        "index": one.index,
+        "logged_token_id": one.logged,
+        "computed_token_id": one.computed,
+        "logged_logprob": one.logged_logprob,
+        "computed_logprob": one.computed_logprob,
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import grpc
 
 from galley.common.models.token_bytes import TokenBytes
 from galley.common.wire.codec import logprobs_message
-from galley.core.answer.answer import Chunk, Ending, NumericsChanged, Reason
-from galley.core.audit import AuditReport, Verdict
+from galley.core.answer.answer import Chunk, Ending, NumericsChanged
+from galley.core.audit import AuditReport, difference_fields
 from galley.core.errors import Broken
 from galley.core.session.machine import Session
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -21,17 +21,6 @@ from services.gateway.client_call import client_call
 from services.gateway.generation import AnswerStream, Generation
 from services.gateway.request.validate import adapter_of
 
-_REASONS = {
-    Reason.STOP: pb.Finished.REASON_STOP,
-    Reason.LENGTH: pb.Finished.REASON_LENGTH,
-    Reason.ABORTED: pb.Finished.REASON_ABORTED,
-}
-_VERDICTS = {
-    Verdict.SAME: pb.AuditResponse.VERDICT_SAME,
-    Verdict.DIFFERS: pb.AuditResponse.VERDICT_DIFFERS,
-    Verdict.DAMAGED: pb.AuditResponse.VERDICT_DAMAGED,
-    Verdict.NOT_COMPARED: pb.AuditResponse.VERDICT_NOT_COMPARED,
-}
 _ResponseT = TypeVar("_ResponseT", pb.GenerateResponse, pb.ResumeResponse)
 _STATS = tuple(name for name in pb.SpeculationStats.DESCRIPTOR.fields_by_name if name != "sources")
 
@@ -73,15 +62,7 @@ class GenerationServicer(rpc.GenerationServicer):
     async def GetAuditCounts(
         self, _request: pb.GetAuditCountsRequest, _context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GetAuditCountsResponse:
-        counts = await self.generation.auditor.counts()
-        return pb.GetAuditCountsResponse(
-            sessions=counts.sessions,
-            damaged=counts.damaged,
-            tokens=counts.tokens,
-            differing=counts.differing,
-            loose_tokens=counts.loose_tokens,
-            loose_differing=counts.loose_differing,
-        )
+        return pb.GetAuditCountsResponse(**asdict(await self.generation.auditor.counts()))
 
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, _context: grpc.aio.ServicerContext[Any, Any]
@@ -104,20 +85,11 @@ class GenerationServicer(rpc.GenerationServicer):
 
 def _audited(report: AuditReport) -> pb.AuditResponse:
     return pb.AuditResponse(
-        verdict=_VERDICTS[report.verdict],
+        verdict=pb.AuditResponse.Verdict.Value(f"VERDICT_{report.verdict.name}"),
         output_tokens=report.output_tokens,
         compared=report.compared,
         differing=report.differing,
-        differences=[
-            pb.AuditDifference(
-                index=difference.index,
-                logged_token_id=difference.logged,
-                computed_token_id=difference.computed,
-                logged_logprob=difference.logged_logprob,
-                computed_logprob=difference.computed_logprob,
-            )
-            for difference in report.differences
-        ],
+        differences=[pb.AuditDifference(**difference_fields(one)) for one in report.differences],
         fingerprint=report.fingerprint,
         deterministic=report.deterministic,
     )
@@ -159,7 +131,7 @@ def _finished(session: Session, ending: Ending) -> pb.StreamEvent:
     stats = session.stats
     accepted, rejected = session.predicted
     message = pb.Finished(
-        reason=_REASONS[ending.reason],
+        reason=pb.Finished.Reason.Value(f"REASON_{ending.reason.name}"),
         usage=pb.Usage(
             prompt_tokens=len(session.spec.prompt),
             output_tokens=session.logged_output,

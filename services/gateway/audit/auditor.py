@@ -30,7 +30,7 @@ from galley.core.session.events import Clock, VerifyEvent
 from galley.core.session.machine import Session
 from galley.core.store import SessionStore, StoredSession
 from services.gateway.audit.logged_answer import LoggedAnswer, logged_answer
-from services.gateway.audit.records import AuditRecords, is_incident
+from services.gateway.audit.records import AuditRecords, is_incident, report_facts
 from services.gateway.audit.replay import Replay
 from services.gateway.audit.verification import AuditedReplica, audited_spec, is_idle
 from services.gateway.clock import MILLISECOND, SECOND
@@ -566,15 +566,7 @@ def _not_compared(answer: LoggedAnswer, session_id: str) -> AuditReport:
 
 
 def _log_report(report: AuditReport) -> None:
-    facts = {
-        "session_id": report.session_id,
-        "verdict": report.verdict.value,
-        "output_tokens": report.output_tokens,
-        "compared": report.compared,
-        "differing": report.differing,
-        "fingerprint": report.fingerprint,
-        "replica": report.replica,
-    }
+    facts = report_facts(report)
     if is_incident(report):
         first = report.differences[0].index if report.differences else None
         _log.error("audit found an incident", **facts, first_index=first)

@@ -81,6 +81,19 @@ def is_incident(report: AuditReport) -> bool:
     return report.verdict is Verdict.DAMAGED or (report.deterministic and report.differing > 0)
 
 
+def report_facts(report: AuditReport) -> dict[str, Any]:
+    """Return what logs and records tell of a report: no token ids."""
+    return {
+        "session_id": report.session_id,
+        "verdict": report.verdict.value,
+        "fingerprint": report.fingerprint,
+        "replica": report.replica,
+        "output_tokens": report.output_tokens,
+        "compared": report.compared,
+        "differing": report.differing,
+    }
+
+
 def rest_ms(compute_ns: int) -> int:
     """Return how long a target rests after it has computed for audits: that is MOST_SHARE of its time."""
     return max(1, math.ceil(compute_ns * (1 / MOST_SHARE - 1) / MILLISECOND))
@@ -152,13 +165,7 @@ def _incident(report: AuditReport, now_ms: int) -> dict[str, Any]:
     """Return what an incident's record holds: no token ids."""
     return {
         "at_ms": now_ms,
-        "session_id": report.session_id,
-        "verdict": report.verdict.value,
-        "fingerprint": report.fingerprint,
-        "replica": report.replica,
-        "output_tokens": report.output_tokens,
-        "compared": report.compared,
-        "differing": report.differing,
+        **report_facts(report),
         "differences": [
             {
                 "index": difference.index,

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Send
 
 from galley.core.answer.answer import SessionSpec
+from galley.core.audit import difference_fields
 from galley.core.errors import UnknownSession
 from galley.core.store import StoredSession
 from services.gateway.auth.authentication import caller
@@ -90,16 +91,7 @@ class Sessions:
                 "output_tokens": report.output_tokens,
                 "compared": report.compared,
                 "differing": report.differing,
-                "differences": [
-                    {
-                        "index": one.index,
-                        "logged_token_id": one.logged,
-                        "computed_token_id": one.computed,
-                        "logged_logprob": one.logged_logprob,
-                        "computed_logprob": one.computed_logprob,
-                    }
-                    for one in report.differences
-                ],
+                "differences": [difference_fields(one) for one in report.differences],
                 "system_fingerprint": report.fingerprint,
                 "deterministic": report.deterministic,
             }
