@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from structlog.contextvars import bind_contextvars
 
@@ -20,13 +20,11 @@ from galley.common.fair_threads import FairThreads
 from galley.common.wire.handlers import text_metadata
 from galley.core.admission.admission import AdmissionSlot
 from galley.core.admission.attempts import ATTEMPT_KEY, Attempt
-from galley.core.answer.answer import Chunk, Ending, NumericsChanged, SessionSpec
+from galley.core.answer.answer import SessionSpec
 from galley.core.audit import AuditReport
-from galley.core.errors import Broken, InvalidField, LogLost, NotFinished, UnknownSession
+from galley.core.errors import InvalidField, LogLost, NotFinished, UnknownSession
 from galley.core.names import STRATEGIES
-from galley.core.session import events as ev
 from galley.core.session.events import Clock
-from galley.core.session.machine import Session
 from galley.core.store import StoredSession
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.audit.auditor import Auditor
@@ -50,7 +48,7 @@ from services.gateway.request.validate import (
     tenant_salt_for,
 )
 from services.gateway.session.runner import SessionRunner
-from services.gateway.session.streams import PreparedClaim, Pump, Streams
+from services.gateway.session.streams import AnswerStream, PreparedClaim, Streams
 from services.gateway.telemetry.observer import RequestObserver, RequestObservers
 
 if TYPE_CHECKING:
@@ -130,54 +128,6 @@ class Request:
     idempotency_key: str
 
 
-class AnswerStream:
-    """The answer of a session for one reader; leave it by `with`. `ending` is set once it is exhausted.
-
-    Take an item once the transport has accepted the item before. Iteration raises the error that the stream
-    ends with.
-    """
-
-    def __init__(
-        self,
-        runner: SessionRunner,
-        call: ClientCall,
-        streams: Streams,
-        slot: AdmissionSlot,
-        observer: RequestObserver,
-    ) -> None:
-        self.ending: Ending | None = None
-        self._runner = runner
-        self._observer = observer
-        self._pump = Pump(runner, call, streams, slot)
-
-    @property
-    def session(self) -> Session:
-        return self._runner.session
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pump.leave()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Chunk | NumericsChanged:
-        item = await self._runner.outbox.next()
-        self._observer.sending(item)
-        if not isinstance(item, ev.End):
-            return item
-        if item.ending is None:
-            raise item.error or Broken("a stream ended without a reason")
-        self.ending = item.ending
-        raise StopAsyncIteration
-
-    def stop_watching(self) -> None:
-        """Let the caller see to it that the client reads the rest. Call it once the answer is exhausted."""
-        self._pump.stop_watching()
-
-
 @dataclass(frozen=True, slots=True)
 class Generation:
     """The calls of clients; `address` (host:port) names the gateway in traces."""
@@ -195,21 +145,21 @@ class Generation:
     @asynccontextmanager
     async def generate(self, request: pb.GenerateRequest, call: ClientCall) -> AsyncIterator[AnswerStream]:
         """Start a session, or join the one of the same idempotency key."""
-        with self.observe(request, call) as observer, self.admit(request, call) as [slot]:
+        with self.observe(request, call), self.admit(request, call) as [slot]:
             deadline_ns = self.deadline_ns(call)
             await self.reserve([request], [slot], deadline_ns)
             runner = await self.begin(await self.check(request, slot), slot, deadline_ns)
-            with self.answer(runner, slot, call, observer) as answer:
+            with AnswerStream(runner, call, self.streams, slot) as answer:
                 yield answer
 
     @asynccontextmanager
     async def resume(self, request: pb.ResumeRequest, call: ClientCall) -> AsyncIterator[AnswerStream]:
         """Continue the session of a stream that was cut off."""
-        with self.observe(request, call) as observer, self.hold_slots(call) as [slot]:
+        with self.observe(request, call), self.hold_slots(call) as [slot]:
             deadline_ns = self.deadline_ns(call)
             claims = await self.prepare_claims([request], [slot], deadline_ns)
             runner = await self.claim(claims.pop(), deadline_ns)
-            with self.answer(runner, slot, call, observer) as answer:
+            with AnswerStream(runner, call, self.streams, slot) as answer:
                 yield answer
 
     async def abort(self, session_id: str, call: ClientCall) -> None:
@@ -359,12 +309,6 @@ class Generation:
         session_id = parse_session_id(session_id)
         bind_contextvars(session_id=session_id)
         return await self.streams.read(session_id, caller(), self.deadline_ns(call))
-
-    def answer(
-        self, runner: SessionRunner, slot: AdmissionSlot, call: ClientCall, observer: RequestObserver
-    ) -> AnswerStream:
-        """Run the session, and return what it sends."""
-        return AnswerStream(runner, call, self.streams, slot, observer)
 
     def _check(self, request: pb.GenerateRequest) -> Request:
         model = self.model

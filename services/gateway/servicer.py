@@ -18,8 +18,9 @@ from galley.core.session.machine import Session
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.gateway.client_call import client_call
-from services.gateway.generation import AnswerStream, Generation
+from services.gateway.generation import Generation
 from services.gateway.request.validate import adapter_of
+from services.gateway.session.streams import AnswerStream
 
 _ResponseT = TypeVar("_ResponseT", pb.GenerateResponse, pb.ResumeResponse)
 _STATS = tuple(name for name in pb.SpeculationStats.DESCRIPTOR.fields_by_name if name != "sources")

@@ -143,7 +143,7 @@ class Gateway:
 
 def _is_gateways(task: asyncio.Task[Any]) -> bool:
     name = getattr(task.get_coro(), "__qualname__", "")
-    return name.startswith(("Pump.", "SessionRunner."))
+    return name.startswith(("AnswerStream.", "SessionRunner."))
 
 
 NO_CALLER = "grpc._cython.cygrpc: ExecuteBatchError raised in core"

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import grpc
 
@@ -18,7 +18,9 @@ from galley.common.wire import status
 from galley.core.admission.admission import DRAINING, Admission, AdmissionSlot, Principal
 from galley.core.answer.answer import (
     Answer,
+    Chunk,
     Ending,
+    NumericsChanged,
     Reason,
     SessionSpec,
     decode_ending,
@@ -547,12 +549,16 @@ def _ending(stored: StoredSession) -> Ending | None:
         raise LogLost("the ending of the stored session cannot be read") from error
 
 
-class Pump:
-    """Run a session in a task of its own, while the call's handler reads its outbox.
+class AnswerStream:
+    """The answer of a session for one reader; leave it by `with`. `ending` is set once it is exhausted.
 
-    The transport takes no item while the item before is unread. If that lasts for the client's time limit,
-    the session stops, the call ends and its slot is released; its status waits in gRPC for the client. Once
-    the client has left, the session stops, or continues to its end without a reader.
+    Take an item once the transport has accepted the item before. Iteration raises the error that the stream
+    ends with.
+
+    The session runs in a task of its own, while the call's handler reads its outbox. The transport takes no
+    item while the item before is unread. If that lasts for the client's time limit, the session stops, the
+    call ends and its slot is released; its status waits in gRPC for the client. Once the client has left, the
+    session stops, or continues to its end without a reader.
     """
 
     def __init__(
@@ -562,6 +568,7 @@ class Pump:
         streams: Streams,
         slot: AdmissionSlot,
     ) -> None:
+        self.ending: Ending | None = None
         self._runner = runner
         self._call = call
         self._streams = streams
@@ -576,6 +583,29 @@ class Pump:
         self._unread_end: asyncio.Task[None] | None = None
         # gRPC may drop the generator when the client leaves, but it always reports the end of the call.
         call.add_done_callback(once(self._call_ended))
+
+    @property
+    def session(self) -> Session:
+        return self._runner.session
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk | NumericsChanged:
+        item = await self._runner.outbox.next()
+        self._observer.sending(item)
+        if not isinstance(item, ev.End):
+            return item
+        if item.ending is None:
+            raise item.error or Broken("a stream ended without a reason")
+        self.ending = item.ending
+        raise StopAsyncIteration
 
     def leave(self) -> None:
         """Note that the client no longer reads. The session keeps the slot until it has stopped or ended."""
@@ -599,7 +629,7 @@ class Pump:
         self._observer.release()
 
     def stop_watching(self) -> None:
-        """Let the call go on although nobody reads the end of the answer."""
+        """Let the caller see to it that the client reads the rest. Call it once the answer is exhausted."""
         if self._unread_end is not None:
             self._unread_end.cancel()
             self._unread_end = None  # it keeps its frames, too

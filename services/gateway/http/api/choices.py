@@ -16,12 +16,13 @@ from galley.core.answer.answer import Chunk, NumericsChanged
 from galley.core.content import RunningHash
 from galley.core.session.machine import Session
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.gateway.generation import AnswerStream, Generation, Request
+from services.gateway.generation import Generation, Request
 from services.gateway.http.api.format import Format, choice_id
 from services.gateway.http.api.positions import START, Position, position_before
 from services.gateway.http.api.rounds import Rounds
 from services.gateway.http.transport.http_call import HttpCall
 from services.gateway.session.runner import SessionRunner
+from services.gateway.session.streams import AnswerStream
 from services.gateway.telemetry.interceptor import RequestTracer
 from services.gateway.telemetry.observer import RequestObserver, observe_with
 
@@ -214,7 +215,7 @@ class _Group:
     async def _follow(
         self, index: int, runner: SessionRunner, call: HttpCall, observer: RequestObserver
     ) -> None:
-        session = runner.session
+        session, streams = runner.session, self.of.generation.streams
         kept = observer.keep_rounds() if self.keeps_rounds else None
         rounds = None if kept is None else Rounds(kept, len(session.spec.prompt))
         choice = self._choices[index] = Choice(index, session, self.positions[index], rounds)
@@ -223,11 +224,11 @@ class _Group:
             await self._wait_for_prompt(index)
         except asyncio.CancelledError:
             if session.spec.continue_without_client and not self._has_failed:  # as those that do not wait
-                with self.of.generation.answer(runner, self.slots[index], call, observer):
+                with AnswerStream(runner, call, streams, self.slots[index]):
                     pass
             raise
         try:
-            with self.of.generation.answer(runner, self.slots[index], call, observer) as answer:
+            with AnswerStream(runner, call, streams, self.slots[index]) as answer:
                 async for item in answer:
                     async with self._turn:
                         await self.reader.item(choice, item)

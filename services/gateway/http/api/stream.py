@@ -15,7 +15,7 @@ from starlette.types import Send
 
 from galley.common.logs import log_internal
 from galley.core.answer.answer import Chunk, NumericsChanged
-from services.gateway.generation import AnswerStream, ServedModel
+from services.gateway.generation import ServedModel
 from services.gateway.http.api.choices import Choice, Reader
 from services.gateway.http.api.format import Format, PromptText
 from services.gateway.http.api.identity import Identity, finish_reason
@@ -25,6 +25,7 @@ from services.gateway.http.api.usage import metrics, usage
 from services.gateway.http.tools.output import OutputReader
 from services.gateway.http.transport.encoding import to_json, to_text
 from services.gateway.http.transport.errors import error_reply
+from services.gateway.session.streams import AnswerStream
 
 _HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",

@@ -8,7 +8,7 @@ from typing import Any
 
 from galley.core.answer.answer import Chunk, Ending, NumericsChanged
 from galley.core.records import PositionLogprobs
-from services.gateway.generation import AnswerStream, ServedModel
+from services.gateway.generation import ServedModel
 from services.gateway.http.api.choices import Choice
 from services.gateway.http.api.format import Format, PromptText, no_prompt
 from services.gateway.http.api.identity import Identity, finish_reason
@@ -16,6 +16,7 @@ from services.gateway.http.api.logprobs import chat_logprobs_json, completion_lo
 from services.gateway.http.api.usage import metrics, usage
 from services.gateway.http.tools.output import OutputReader
 from services.gateway.http.transport.encoding import list_json, to_json, tokens_json, with_json
+from services.gateway.session.streams import AnswerStream
 
 _PIECE_ROUNDS = 64
 

@@ -16,7 +16,7 @@ from galley.core.answer.answer import Answer, Chunk, Ending, NumericsChanged
 from galley.core.errors import InvalidField, LogLost, UnknownSession
 from galley.core.store import StoredSession
 from services.gateway.auth.authentication import caller
-from services.gateway.generation import AnswerStream, ServedModel
+from services.gateway.generation import ServedModel
 from services.gateway.http.api.answers import CollectedAnswers, StreamedAnswers, idempotency_key
 from services.gateway.http.api.choices import Choice, ChoiceRunner, Reader
 from services.gateway.http.api.format import Format, stored_format
@@ -32,6 +32,7 @@ from services.gateway.http.transport.encoding import json_text
 from services.gateway.http.transport.errors import Refused
 from services.gateway.http.transport.front import CALL
 from services.gateway.http.transport.http_call import HttpCall
+from services.gateway.session.streams import AnswerStream
 
 ROUTE = "/v1/responses/{response_id}"
 

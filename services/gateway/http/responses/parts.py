@@ -16,7 +16,7 @@ from starlette.types import Send
 from galley.core.answer.answer import Chunk, NumericsChanged
 from galley.core.content import RunningHash
 from galley.core.errors import InvalidField
-from services.gateway.generation import AnswerStream, ServedModel
+from services.gateway.generation import ServedModel
 from services.gateway.http.api.choices import Choice
 from services.gateway.http.api.format import Format
 from services.gateway.http.api.positions import DONE, Position, position_before
@@ -25,6 +25,7 @@ from services.gateway.http.responses.items import Event, PartsReader
 from services.gateway.http.responses.record import Record
 from services.gateway.http.responses.stream import ResponseEvents, ResponseStream, typed_event
 from services.gateway.http.transport.encoding import with_json
+from services.gateway.session.streams import AnswerStream
 
 _OPENING = 2
 _SLOTS = 32

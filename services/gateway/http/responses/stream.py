@@ -17,7 +17,7 @@ from galley.common.logs import log_internal
 from galley.core.answer.answer import Chunk, NumericsChanged
 from galley.core.errors import InvalidField
 from galley.core.session.machine import Session
-from services.gateway.generation import AnswerStream, ServedModel
+from services.gateway.generation import ServedModel
 from services.gateway.http.api.choices import Choice
 from services.gateway.http.api.format import Format
 from services.gateway.http.api.logprobs import chat_logprobs
@@ -27,6 +27,7 @@ from services.gateway.http.responses.objects import ResponseObjects
 from services.gateway.http.responses.record import Record
 from services.gateway.http.transport.encoding import to_json, with_json
 from services.gateway.http.transport.errors import error_reply
+from services.gateway.session.streams import AnswerStream
 
 _LAST_OPENING = 3
 _DELTA = "response.output_text.delta"

@@ -29,7 +29,7 @@ from services.gateway.servicer import GenerationServicer
 from services.gateway.session.outbox import Outbox
 from services.gateway.session.replay import SPEC_FIELD
 from services.gateway.session.runner import Ports, SessionRunner
-from services.gateway.session.streams import Pump, Streams
+from services.gateway.session.streams import AnswerStream, Streams
 from services.gateway.telemetry.observer import RequestObservers
 from tests.fakes.owners import create, hashes_of
 from tests.fakes.resumes import resumed
@@ -100,7 +100,7 @@ class Served:
         ):
             observer.opened(self.runner.session, StoredSession(self.runner.owner, "me", {}, 3, [1, 2, 3]), 0)
             runner = cast("SessionRunner", self.runner)
-            pump = Pump(runner, cast("Any", self.call), self.streams, slot)
+            answer = AnswerStream(runner, cast("Any", self.call), self.streams, slot)
             try:
                 more = True
                 while more:
@@ -108,7 +108,7 @@ class Served:
                     await asyncio.sleep(pause_s)
                     count += 1
             finally:
-                pump.leave()
+                answer.leave()
         for callback in self.call.over:
             callback(None)
         return count
