@@ -11,11 +11,12 @@ import pytest
 from galley.client.audit import AuditCounts, Verdict
 from galley.core.content import prefix_hash
 from galley.core.errors import StoreUnavailable
+from services.gateway.audit.auditor import Auditor
 from services.gateway.audit.records import AuditRecords
 from tests.fakes.changed_logs import change
 from tests.fakes.redis_servers import Server
 from tests.fakes.truth import true_next, true_output
-from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.waiting import Watch
 from tests.fakes.world import MAX_TOKENS, PROMPT_TOKENS, Gateway, World, any_credit, receive, refused
 from tests.integration.services.gateway.callers import ALICE, BOB, KeyFile, calling
 
@@ -204,14 +205,22 @@ async def test_calls_that_wait_for_the_totals_share_one_read(
         reads.append(asyncio.get_running_loop().create_future())
         return await reads[-1]
 
-    async def waiting(calls: int) -> list[asyncio.Task[AuditCounts]]:
+    begun, counts = Watch(), Auditor.counts
+    calls: list[Auditor] = []
+
+    async def noted(self: Auditor) -> AuditCounts:
+        calls.append(self)
+        begun.changed()
+        return await counts(self)
+
+    async def waiting(number: int) -> list[asyncio.Task[AuditCounts]]:
         """Return calls that have begun to wait."""
-        tasks = [asyncio.create_task(gateway.client.audit_counts()) for _ in range(calls)]
-        async with asyncio.timeout(PATIENCE_S):
-            while not reads or reads[-1].done():
-                await gateway.client.model_info()
+        calls.clear()
+        tasks = [asyncio.create_task(gateway.client.audit_counts()) for _ in range(number)]
+        await begun.until(lambda: len(calls) == number)
         return tasks
 
+    monkeypatch.setattr(Auditor, "counts", noted)
     monkeypatch.setattr(AuditRecords, "counts", never_yet)
     first, *others = await waiting(4)
     first.cancel()
@@ -222,5 +231,6 @@ async def test_calls_that_wait_for_the_totals_share_one_read(
     assert codes == [grpc.StatusCode.UNAVAILABLE] * 3
     assert len(reads) == 1
     (after,) = await waiting(1)
+    await gateway.client.model_info()
     reads[1].set_result(AuditCounts(tokens=5))
     assert (await after).tokens == 5
