@@ -131,9 +131,10 @@ class ChoiceRunner:
         form: Format,
         positions: Sequence[Position],
         call: HttpCall,
+        since_ns: int,
         reader: Reader,
     ) -> None:
-        """Continue the choices of a request at these places."""
+        """Continue the choices of a request at these places; its call came at `since_ns`."""
         generation = self.generation
 
         requests = [
@@ -145,6 +146,8 @@ class ChoiceRunner:
         with generation.observe(requests[0], call) as observer, ExitStack() as held:
             generation.check_resumed_choices(form.choices)
             slots = held.enter_context(generation.hold_slots(call, form.choices))
+            for slot in slots:
+                slot.since_ns = since_ns  # before its session was read, which may have waited for the store
             deadline_ns = generation.deadline_ns(call)
             claims = dict(enumerate(await generation.prepare_claims(requests, slots, deadline_ns)))
 

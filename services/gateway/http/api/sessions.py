@@ -44,14 +44,14 @@ class Sessions:
         last = request.headers.get("last-event-id", last_event_id)
         if last == DONE:
             return Response(status_code=204)  # an EventSource then no longer reconnects
-        call = request.scope[CALL]
+        call, since_ns = request.scope[CALL], self._generation.clock.now_ns()
         with self._generation.streams.admit_read(caller()):
             stored = await self._generation.read(session_id, call)
         form = stored_format(stored.fields)
         positions = parse_event_id(last, form.choices)
 
         async def run(reader: Reader) -> None:
-            await self._runner.resume(session_id, form, positions, call, reader)
+            await self._runner.resume(session_id, form, positions, call, since_ns, reader)
 
         model, record = self._generation.model, stored_record(stored.fields)
 

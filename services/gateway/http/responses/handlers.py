@@ -83,7 +83,7 @@ class Responses:
         ),
     ) -> Response:
         """Return a stored response, or its events."""
-        call = request.scope[CALL]
+        call, since_ns = request.scope[CALL], self._generation.clock.now_ns()
         if not stream:
             self._generation.admit_reading_call(call)
             return await self._response(*await self._read(response_id, call))
@@ -104,7 +104,7 @@ class Responses:
 
         async def run(reader: Reader) -> None:
             async with self._runner.traced(call):
-                await self._runner.resume(session_id, form, [position], call, reader)
+                await self._runner.resume(session_id, form, [position], call, since_ns, reader)
 
         model = self._generation.model
         return StreamedAnswers(run, lambda send: response_stream(send, record, form, model, position, {}))

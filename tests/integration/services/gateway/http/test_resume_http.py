@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from galley.core.admission.attempts import ATTEMPT_KEY, Attempt
+from galley.core.store import StoredSession
+from services.gateway.session import streams
+from services.gateway.store.redis import RedisStore
 from tests.fakes.http_client import BODY, CHAT, Events, HttpClient, http_client
 from tests.fakes.waiting import PATIENCE_S
-from tests.fakes.world import MAX_TOKENS, PROMPT, Gateway, World, receive
+from tests.fakes.world import MAX_TOKENS, PROMPT, Gateway, World, must_be_true, receive
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -113,6 +117,36 @@ async def test_a_request_that_comes_late_takes_nothing_from_a_later_one_of_its_s
             world.target.gate.open()
             await again.listen(response)
     assert again.is_done
+
+
+async def test_a_request_that_waited_for_the_store_is_as_old_as_it_is(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client may have gone to the owner that claimed the session meanwhile."""
+    monkeypatch.setattr(streams, "_LEEWAY_MS", 0)
+    first, second, third = [await world.gateway(http_port=0) for _ in range(3)]
+    stream, received = await world.held(first, passes=2)
+    began, may_read, read = asyncio.Event(), asyncio.Event(), RedisStore.read
+
+    async def read_late(self: RedisStore, session_id: str, principal: str) -> StoredSession:
+        began.set()
+        await may_read.wait()
+        return await read(self, session_id, principal)
+
+    async with http_client(second.http) as client:
+        path = f"/v1/sessions/{stream.session_id}/events"
+        with monkeypatch.context() as late:
+            late.setattr(RedisStore, "read", read_late)
+            asking = asyncio.create_task(client.raw.get(path))
+            await asyncio.wait_for(began.wait(), PATIENCE_S)
+        world.target.gate.permit(2)  # the former owner may use one
+        rival = third.client.resume_stream(stream)
+        await received.listen(rival, until=len(received.tokens) + 1)
+        may_read.set()
+        response = await asking
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+        world.target.gate.open()
+        must_be_true(await received.listen(rival))
 
 
 async def test_a_request_with_a_malformed_attempt_is_refused(client: HttpClient) -> None:
