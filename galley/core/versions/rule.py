@@ -92,6 +92,10 @@ def _decide_alike(stable: VersionCounts, canary: VersionCounts, rule: Rule, gain
         return _roll_back(f"slower: speed-up {_compared(canary.speed_up, stable.speed_up)}; {gains}")
     if canary.output_tokens < rule.tokens:
         return Decision(Outcome.KEEP, f"{canary.output_tokens} of {rule.tokens} tokens; {gains}")
+    known = min(canary.gain.sessions, stable.gain.sessions)
+    timed = min(canary.speed_up.sessions, stable.speed_up.sessions)  # 0 if all rounds read prompts
+    if known < rule.min_sessions or 0 < timed < rule.min_sessions:
+        return Decision(Outcome.KEEP, f"too few effective sessions; {gains}")
     is_long = canary.output_tokens >= rule.draw * rule.tokens
     if gain_low > 0 and speed_high >= 0:
         if not is_long and (worse := _worse_of_group(stable, canary, rule, rule.doubt_z, 2)):

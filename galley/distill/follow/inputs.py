@@ -14,6 +14,7 @@ from hashlib import blake2b
 
 from galley.common.registry.spool import SpooledSession
 from galley.core.content import token_bytes
+from galley.core.versions.counts import effective
 
 HELD_OUT_PARTS = 10
 """One session in this many is measured on, and never trained on."""
@@ -60,6 +61,12 @@ class Inputs:
     @property
     def train_tokens(self) -> int:
         return sum(chosen.answer_len for chosen in self.train)
+
+    @property
+    def held_out_sessions(self) -> float:
+        """Return how many equal held-out sessions would say as much."""
+        lengths = [chosen.answer_len for chosen in self.held_out]
+        return effective(sum(lengths), sum(length**2 for length in lengths)) if lengths else 0.0
 
 
 def choose(

@@ -125,13 +125,13 @@ class Follower:
             self._wait(problem)
             return
         inputs = await self._inputs()
-        new, held_out = self._new_tokens(inputs), len(inputs.held_out)
+        new, held_out = self._new_tokens(inputs), inputs.held_out_sessions
         if held_out < FEWEST_SESSIONS or new < self._options.new_tokens:
             self._wait(
                 "there is too little that the last cycle has not read",
                 new_tokens=new,
                 fewest_new_tokens=self._options.new_tokens,
-                held_out_sessions=held_out,
+                held_out_sessions=round(held_out, 1),
                 fewest_held_out_sessions=FEWEST_SESSIONS,
             )
             return
@@ -167,7 +167,7 @@ class Follower:
         self._journal.prune({present, version})
         _log.info("cycle ended", cycle=number, version=version, decision=decision, reason=reason)
 
-    def _wait(self, reason: str, **facts: int) -> None:
+    def _wait(self, reason: str, **facts: float) -> None:
         if reason != self._waits_for:
             _log.info("cycle waits", reason=reason, **facts)
         self._waits_for = reason

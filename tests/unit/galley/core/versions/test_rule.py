@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import reduce
 from operator import add
 
@@ -217,3 +218,22 @@ def test_one_long_session_among_short_ones_decides_nothing(
     # The same said by eight sessions of each does.
     eight = decide(SPLIT, reduce(add, [stable] * 8), reduce(add, [canary] * 8), RULE)
     assert eight.outcome is not Outcome.KEEP
+
+
+def test_a_version_whose_speed_is_not_known_yet_is_not_promoted() -> None:
+    """A few long rounds, which waited, are most of the time; the tokens are of many sessions."""
+    stable = reduce(add, [_long(400, 0.5, speed_up=1.4)] * 40)
+    canary = reduce(add, [_long(400, 0.7, speed_up=1.4)] * 39)
+    slow = _long(400, 0.7, speed_up=0.7)
+    slow = replace(slow, round_ns=slow.round_ns * 100, round_sq=slow.round_sq * 100**2)
+
+    assert decide(SPLIT, stable, canary, RULE).outcome is Outcome.PROMOTE
+    assert canary.speed_up.sessions >= 8 > (canary + slow).speed_up.sessions
+    assert decide(SPLIT, stable, canary + slow, RULE).outcome is Outcome.KEEP
+
+
+def test_a_long_trial_whose_gain_is_not_known_goes_on() -> None:
+    giant = _long(60_000, 0.5)
+    canary = giant + reduce(add, [_long(100, 0.5)] * 20)
+
+    assert decide(SPLIT, reduce(add, [_long(100, 0.5)] * 200), canary, RULE).outcome is Outcome.KEEP
