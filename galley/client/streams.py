@@ -139,7 +139,7 @@ class AsyncStream(AsyncIterator[pb.StreamEvent]):
     async def __anext__(self) -> pb.StreamEvent:
         while self.finished is None and not self._cancelled:
             if self._is_read_cancelled:
-                self._call_again()
+                await self._call_again()
             try:
                 event: pb.StreamEvent = (await anext(self._responses)).event
             except StopAsyncIteration:
@@ -176,10 +176,10 @@ class AsyncStream(AsyncIterator[pb.StreamEvent]):
             raise error
         self._continue_with(await self._recovery.reconnect(error, self, is_answered=self._is_answered))
 
-    def _call_again(self) -> None:
+    async def _call_again(self) -> None:
         """Replace a call that gRPC cancelled with its reader, which is no fault of the gateway."""
         if self._recovery is not None:
-            self._continue_with(self._recovery.call_again(self))
+            self._continue_with(await self._recovery.call_again(self))
         self._is_read_cancelled = False
 
     def _continue_with(self, call: Call) -> None:
@@ -278,6 +278,8 @@ class Recovery:
         self._deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._broken_since_s: float | None = None
         self._pause_s = retries.first_pause_s
+        self._again_at_s = -math.inf
+        """When a reader that was cancelled may call again."""
 
     def reset(self) -> None:
         """Note that tokens came: the next break may be retried for the full time again."""
@@ -304,12 +306,17 @@ class Recovery:
         await asyncio.sleep(pause_s)
         return self._call(stream)
 
-    def call_again(self, stream: AsyncStream) -> Call:
-        """Return a call that continues `stream`, which did not break; raises DeadlineExceededError."""
+    async def call_again(self, stream: AsyncStream) -> Call:
+        """Return a call that continues `stream`, which did not break; raises DeadlineExceededError.
+
+        Further ones without a token between them wait for longer and longer, as after failures.
+        """
         if time.monotonic() >= self._deadline_s:
             late = status_error(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline of the call has passed")
             late.session_id = stream.session_id
             raise late
+        await asyncio.sleep(self._again_at_s - time.monotonic())
+        self._again_at_s = time.monotonic() + self._next_pause_s()
         return self._call(stream)
 
     def _call(self, stream: AsyncStream) -> Call:

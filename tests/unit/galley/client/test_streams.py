@@ -133,6 +133,23 @@ async def test_a_reader_that_gave_up_before_the_deadline_leaves_no_gateway() -> 
     assert (gateways.current, resumed) == (0, [])
 
 
+async def test_a_reader_that_gives_up_again_and_again_calls_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def noted(delay_s: float) -> None:
+        pauses.append(delay_s)
+
+    retries = Retries(patience_s=600.0, first_pause_s=10.0, longest_pause_s=40.0)
+    recovery = Recovery(retries, None, lambda *_: cast("Any", Silent()), Gateways(1), None)
+    stream = AsyncStream(cast("Any", Silent()), GIVEN, recovery=recovery)
+    monkeypatch.setattr("galley.client.streams.asyncio.sleep", noted)
+    for _ in range(3):
+        await recovery.call_again(stream)
+    assert pauses[0] < 0, "the first call begins at once"
+    assert 4.0 < pauses[1] <= 10.0
+    assert 9.0 < pauses[2] <= 20.0
+
+
 def _broken(
     retries: Retries, timeout_s: float, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
 ) -> AsyncStream:
