@@ -179,7 +179,7 @@ Burn rates of the error budgets and their alerts, as in Google's SRE workbook, c
         sum by ({{ $by }}) (galley_sessions_open{ {{- $in -}} }) > 0
           unless sum by ({{ $by }}) (rate(galley_rounds_total{ {{- $in -}} }[5m])) > 0
           unless sum by ({{ $by }}) (rate(galley_batch_duration_seconds_count{ {{- $in -}} }[5m])) > 0
-          unless sum by ({{ $by }}) (rate(galley_store_retries_total{ {{- $in -}} }[5m])) > 0
+          unless sum by ({{ $by }}) (increase(galley_store_retries_total{ {{- $in -}} }[5m])) > 5
       )
   {{- include "galley.alertFields" (list $ .) | nindent 2 }}
   annotations:
@@ -194,7 +194,7 @@ Burn rates of the error budgets and their alerts, as in Google's SRE workbook, c
 {{- if .enabled }}
 - alert: GalleyStoreDown
   expr: |
-    sum by ({{ $by }}) (rate(galley_store_retries_total{ {{- $in -}} }[2m])) > 0
+    sum by ({{ $by }}) (increase(galley_store_retries_total{ {{- $in -}} }[2m])) > 5
       unless sum by ({{ $by }}) (rate(galley_commit_duration_seconds_count{outcome="ok", {{ $in }}}[2m])) > 0
   {{- include "galley.alertFields" (list $ .) | nindent 2 }}
   annotations:

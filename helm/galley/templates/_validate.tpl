@@ -170,7 +170,7 @@ of bounds.
 {{- $at := ternary (printf "%s.keda" .path) (printf "keda.%s" .role) (hasKey .values "keda") -}}
 {{- fail (printf "%s.minReplicas: must be at most %s.maxReplicas (%v), got %v" $at $at $scaling.maxReplicas $scaling.minReplicas) -}}
 {{- end -}}
-{{- if or (and .values.name $scaling.enabled) (and .component $keda.draft.enabled) -}}
+{{- if or (and .values.name $scaling.enabled) (and .component (not $.Values.drafts) $keda.draft.enabled) -}}
 {{- /* Kubernetes cuts what precedes the random part of a pod's name to 58 characters, of which a hash and two dashes take 12. */}}
 {{- $name := include "galley.roleName" (merge (dict "root" $) .) -}}
 {{- if gt (len $name) 46 -}}
