@@ -184,7 +184,7 @@ class _Gateway:
         async with AsyncExitStack() as opened:
             bound = self._bind_http(opened)
             generation = await self._generation(parts, opened)
-            self.authentication.on_stream_unidentified = generation.observers.unidentified
+            self.authentication.on_stream_unidentified = generation.observers.count_unidentified
             rpc.add_GenerationServicer_to_server(GenerationServicer(generation), server)
             if bound is not None:
                 await self._serve_http(generation, parts, bound, opened)
@@ -292,7 +292,7 @@ class _Gateway:
         if not self.settings.learn_tokens:
             return None
         spool = LearningSpool(self.settings.redis_url.get_secret_value(), self.settings.pool)
-        collector = Collector(spool, self.settings.learn_tokens, self.authentication.present)
+        collector = Collector(spool, self.settings.learn_tokens, self.authentication.current_principal)
         opened.push_async_callback(collector.close)
         streams.on_finished.append(collector.finished)
         return collector

@@ -104,7 +104,7 @@ class Authentication:
                 raise Unauthenticated(KEY_UNKNOWN)
         return ANONYMOUS if tokens is None else await tokens.authenticate(credentials.bearer)
 
-    async def present(self, principal: Principal) -> Principal:
+    async def current_principal(self, principal: Principal) -> Principal:
         """Return a principal as the file has it now; without a file, as it is given."""
         if self._principals is None:
             return principal

@@ -406,7 +406,7 @@ class RequestObservers:
     def unary(self) -> None:
         self._observer().sessions = self._sessions
 
-    def unidentified(self, error: AuthenticationUnavailable) -> None:
+    def count_unidentified(self, error: AuthenticationUnavailable) -> None:
         """Count the end of a stream whose caller could not be identified: it has no `Call` yet."""
         if self._calls is not None:
             self._calls.streams.at(*end_of(error)).value += 1

@@ -32,7 +32,7 @@ _TYPES: dict[int, str] = {
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
 }
 _FINAL = frozenset({HTTPStatus.CONFLICT, HTTPStatus.GATEWAY_TIMEOUT})
-"""Statuses that OpenAI's clients would repeat, in vain: the conflict stays, and the time is used up."""
+"""Statuses that OpenAI's clients would repeat at once, where a conflict stays and the time is used up."""
 _NOT_PRINTABLE = re.compile(r"[^!-~ ]")
 _MOST_SHOWN = 128
 _UNAVAILABLE_RETRY_S = 1.0

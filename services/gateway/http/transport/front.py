@@ -110,14 +110,15 @@ class Front:
         ):
             await _answer_preflight(call.invocation_metadata(), reply)
             return
-        most = _OPEN_BODY_BYTES
-        if scope["path"] not in self._access.open_paths:
-            is_stream = self._tracing.is_stream(scope)
-            await identify(self._authentication, call, is_stream=is_stream)
-            most = self._limits.max_message_bytes
-        body = await self._body(receive, call.invocation_metadata(), most)
-        async with _cancelled_by_disconnect(receive, reply), _ended_at_deadline(call, reply):
-            await self._app(scope, _receive_once(body), reply)
+        async with _ended_at_deadline(call, reply):
+            most = _OPEN_BODY_BYTES
+            if scope["path"] not in self._access.open_paths:
+                is_stream = self._tracing.is_stream(scope)
+                await identify(self._authentication, call, is_stream=is_stream)
+                most = self._limits.max_message_bytes
+            body = await self._body(receive, call.invocation_metadata(), most)
+            async with _cancelled_by_disconnect(receive, reply):
+                await self._app(scope, _receive_once(body), reply)
 
     def _check_origin(self, scope: Scope, headers: Headers) -> None:
         origin = header(headers, "origin")
