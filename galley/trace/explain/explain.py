@@ -161,33 +161,39 @@ def _spent(story: Story) -> Iterator[str]:
 
 
 def drafts_of(story: Story) -> tuple[int, int, int]:
-    """Return (drafted, verified, accepted) from the requests' spans, else from the rounds."""
-    keys = (names.DRAFTED, names.VERIFIED, names.ACCEPTED)
-    drafted, verified, accepted = (sum(request.integer(key) for request in story.requests) for key in keys)
-    if not drafted:
-        rounds = story.rounds
-        drafted, verified = sum(one.drafted for one in rounds), sum(one.verified for one in rounds)
-        accepted = sum(one.accepted for one in rounds)
+    """Return (drafted, verified, accepted): of each request by its span, else by its rounds."""
+    parts = [_drafts_in(request) for request in story.requests]
+    drafted, verified, accepted = (sum(each) for each in zip(*parts, strict=True))
     return drafted, verified, accepted
 
 
+def _drafts_in(request: Request) -> tuple[int, int, int]:
+    if request.span is not None:
+        integer = request.span.integer
+        return integer(names.DRAFTED), integer(names.VERIFIED), integer(names.ACCEPTED)
+    rounds = request.rounds
+    verified, accepted = sum(one.verified for one in rounds), sum(one.accepted for one in rounds)
+    return sum(one.drafted for one in rounds), verified, accepted
+
+
 def sources_of(story: Story) -> list[tuple[str, tuple[int, int]]]:
-    """Return (accepted, verified) draft tokens by source, from the requests' spans, else from the rounds."""
-    of_rounds = [text for one in story.rounds for text in one.sources]
-    return _counts_of(story, names.SOURCES, of_rounds)
+    """Return (accepted, verified) draft tokens by source: of each request by its span, else by its rounds."""
+    return _counts_of(story, names.SOURCES, names.ROUND_SOURCES)
 
 
-def _counts_of(
-    story: Story, attribute: str, of_rounds: Iterable[str] = ()
-) -> list[tuple[str, tuple[int, int]]]:
-    """Return (accepted, verified) by name, from an attribute of the requests' spans, else from the rounds."""
-    texts = [text for one in story.requests if one.span for text in one.span.texts(attribute)]
+def _counts_of(story: Story, attribute: str, of_rounds: str = "") -> list[tuple[str, tuple[int, int]]]:
+    """Return (accepted, verified) by name, from an attribute of each request's span, else of its rounds."""
     sums: dict[str, tuple[int, int]] = {}
-    for text in texts or of_rounds:
+    for text in (text for request in story.requests for text in _texts_in(request, attribute, of_rounds)):
         if (match := _COUNTS.fullmatch(text)) is not None:
             accepted, verified = sums.get(match["name"], (0, 0))
             sums[match["name"]] = accepted + int(match["accepted"]), verified + int(match["verified"])
     return list(sums.items())
+
+
+def _texts_in(request: Request, attribute: str, of_rounds: str) -> tuple[str, ...]:
+    own = request.span.texts(attribute) if request.span else ()
+    return own or tuple(text for one in request.rounds for text in one.span.texts(of_rounds))
 
 
 def _listed(counts: Iterable[tuple[str, tuple[int, int]]]) -> str:
@@ -200,10 +206,14 @@ def _moves(story: Story) -> Iterator[str]:
         yield f"It {moved(event)}."
     if len(moves) > _MOST_MOVES:
         yield f"It moved {len(moves) - _MOST_MOVES:,} more times."
-    on_requests = sum(request.integer(names.CLIENT_STALLED_NS) for request in story.requests)
-    in_events = sum(event.integer(names.STALLED_NS) for event in _events(story, names.CLIENT_STALLED))
-    if stalled_ns := on_requests or in_events:
+    if stalled_ns := sum(_stalled_ns(request) for request in story.requests):
         yield f"Its client left the stream unread for {duration(stalled_ns)} in all."
+
+
+def _stalled_ns(request: Request) -> int:
+    stalls = (event for event in request.all_events if event.name == names.CLIENT_STALLED)
+    in_events = sum(event.integer(names.STALLED_NS) for event in stalls)
+    return request.integer(names.CLIENT_STALLED_NS) or in_events
 
 
 def moved(event: Event) -> str:

@@ -9,7 +9,9 @@ import pytest
 
 from galley.core import names
 from galley.trace.explain.explain import Explanation, explain
+from galley.trace.read.model import Story
 from galley.trace.read.spans import Event, Span
+from galley.trace.show.rows import figures
 from tests.fakes.trace_builder import (
     DRAFT_AT,
     GATEWAY,
@@ -411,3 +413,27 @@ def test_sources_of_a_lost_request_are_those_of_its_rounds() -> None:
     request.round(round_sources=("model 1/x", "\x1b[31m 1/1", "model 1/2/3", "model", 7))
     request.end()
     assert "Accepted by source: model 3 of 4, grammar 3 of 3." in summarize(scene.story())
+
+
+def test_drafts_of_a_request_without_a_span_are_those_of_its_rounds() -> None:
+    text = summarize(_resumed_once())
+    assert "Of 8 draft tokens, 8 were verified and 4 accepted (50 % of those)." in text
+    assert "Accepted by source: model 0 of 4, grammar 4 of 4." in text
+    assert "Its client left the stream unread for 250 ms in all." in text
+    assert "50 % accepted" in figures(_resumed_once())
+
+
+def _resumed_once() -> Story:
+    """Return a session whose first request has no span, since its gateway was killed."""
+    scene = Scene()
+    stall = event(names.CLIENT_STALLED, 0, stalled_ns=ns(50))
+    killed = scene.request().round(accepted=0, round_sources=("model 0/4",), events=[stall])
+    scene.request(
+        at_ns=killed.at_ns + ns(100),
+        position=killed.position,
+        resumed=True,
+        continues=killed.key,
+        attributes={names.SOURCES: ("grammar 4/4",), names.CLIENT_STALLED_NS: ns(200)},
+    ).round(accepted=4).end()
+    (story,) = scene.stories(SESSION)
+    return story
