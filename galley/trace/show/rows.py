@@ -129,7 +129,8 @@ def figures(story: Story) -> Iterator[str]:
         yield f"first token {ms(first_token_ns)} ms"
     tokens = output_tokens(story)
     working_ns = sum(request.duration_ns for request in story.requests) - first_token_ns
-    if tokens > 1 and working_ns > 0:
+    # The tokens are those of the whole answer; of a resumed one the earlier time may not be in the trace.
+    if tokens > 1 and working_ns > 0 and not story.requests[0].is_resumed:
         yield f"{ms(working_ns / (tokens - 1))} ms a token"
     yield count(len(story.rounds) + story.missing_rounds, "round")
     _, verified, accepted = drafts_of(story)

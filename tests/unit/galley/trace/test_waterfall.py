@@ -123,6 +123,13 @@ def test_answer_without_rounds_is_explained_by_its_totals() -> None:
     assert "client.stalled: stalled 30.0 ms" in text
 
 
+def test_the_time_a_token_is_left_out_if_the_first_request_is_not_in_the_trace() -> None:
+    scene = Scene()
+    request = scene.request(prompt=100, position=580, resumed=True)
+    request.event(names.SESSION_RESUMED, index=480).round().end()
+    assert "a token" not in text_of(scene.story())
+
+
 def test_the_form_of_an_answer_is_named() -> None:
     scene = Scene()
     scene.request(attributes={names.GRAMMAR_KIND: "json_schema"}).round().end()
