@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,12 @@ NUMBER_BYTES: Mapping[NumberFormat, int] = {"float32": 4, "bfloat16": 2}
 _STORED_BYTES = {"I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 _READ = ("*.safetensors", "config.json", "tokenizer.json", "training.json")
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_NAMES_OF_GPT2 = {
+    "num_attention_heads": "n_head",
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "max_position_embeddings": "n_positions",
+}
 # The bound of the format itself.
 _MAX_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
@@ -66,14 +72,17 @@ class Model:
 
     def kv_bytes(self, number_bytes: int) -> int:
         """Return the bytes of KV of one token."""
-        heads = int(self.config["num_attention_heads"])
-        size = int(self.config.get("head_dim") or int(self.config["hidden_size"]) // heads)
+        heads = self._integer("num_attention_heads")
+        size = int(self.config.get("head_dim") or self._integer("hidden_size") // heads)
         kv_heads = int(self.config.get("num_key_value_heads") or heads)
-        return 2 * int(self.config["num_hidden_layers"]) * kv_heads * size * number_bytes
+        return 2 * self._integer("num_hidden_layers") * kv_heads * size * number_bytes
 
     @property
     def context(self) -> int:
-        return int(self.config["max_position_embeddings"])
+        return self._integer("max_position_embeddings")
+
+    def _integer(self, field: str) -> int:
+        return int(self.config[field if field in self.config else _NAMES_OF_GPT2[field]])
 
     def measured_alpha(self) -> float | None:
         """Return the share of the target's likeliest tokens that a trained draft predicted in its training.
@@ -93,19 +102,26 @@ def _bytes(tensor: Tensor, number_bytes: int) -> int:
     return math.prod(tensor.shape) * _STORED_BYTES.get(tensor.dtype, number_bytes)
 
 
-def read_model(name: str, directory: Path, tensors: Iterable[Tensor] | None = None) -> Model:
+def read_model(
+    name: str,
+    directory: Path,
+    refuse_config: Callable[[dict[str, Any]], None],
+    tensors: Iterable[Tensor] | None = None,
+) -> Model:
     """Read config.json, and the headers of all *.safetensors unless `tensors` are given.
 
-    Raises UnsupportedModel for files that cannot be read.
+    `refuse_config` raises for a config.json that the engine does not serve. Raises UnsupportedModel for files
+    that cannot be read.
     """
     if (reason := foreign_file(directory, _READ)) is not None:
         raise UnsupportedModel(reason)
     path = directory / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = dict(json.loads(path.read_text(encoding="utf-8")))
+        refuse_config(config)
         if tensors is None:
             tensors = [one for file in sorted(directory.glob("*.safetensors")) for one in _header(file)]
-        model = Model(name, directory, dict(config), tuple(tensors))
+        model = Model(name, directory, config, tuple(tensors))
         _ = model.kv_bytes(1), model.context  # the fields that are needed later
     except (
         OSError,

@@ -16,6 +16,7 @@ import pytest
 from galley.common.models.files import CONFIGS
 from galley.common.server.server import Parts, start_server
 from galley.common.tls.files import CHECK_INTERVAL_S
+from galley.engine.load.support import refuse_raw_config
 from galley.plan.pair import read_model
 from services.draft.__main__ import build as build_draft
 from services.draft.settings import DraftSettings
@@ -168,7 +169,7 @@ def test_a_plan_waits_for_no_fifo_of_a_model(tmp_path: Path, name: str) -> None:
     fifo = fifo_among(tmp_path / "fifos", name)
 
     async def read() -> None:
-        read_model("m", fifo.parent, [])
+        read_model("m", fifo.parent, refuse_raw_config, [])
 
     error = outcome(read, lambda: write_into(fifo))
     assert f"{fifo}: must be a file" in error

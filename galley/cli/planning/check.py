@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
@@ -84,14 +85,12 @@ def _model(spec: str) -> Model:
     if spec == DEFAULT_MODEL or path.exists() or path.suffix == ".gguf":
         from galley.engine.load.resolve import resolve_model  # noqa: PLC0415  # converts a GGUF once
 
-        model = read_model(model_name(spec), path if path.is_dir() else resolve_model(spec))
-    else:
-        model = _hub_model(spec)
-    refuse_raw_config(dict(model.config))
-    return model
+        directory = path if path.is_dir() else resolve_model(spec)
+        return read_model(model_name(spec), directory, refuse_raw_config)
+    return _hub_model(spec, refuse_raw_config)
 
 
-def _hub_model(spec: str) -> Model:
+def _hub_model(spec: str, refuse_config: Callable[[dict[str, Any]], None]) -> Model:
     import httpx2  # noqa: PLC0415
     import huggingface_hub  # noqa: PLC0415  # slow to load
     from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError  # noqa: PLC0415
@@ -107,7 +106,7 @@ def _hub_model(spec: str) -> Model:
         for header in headers.values()
         for tensor, info in header.tensors.items()
     )
-    return read_model(name, directory, tensors)
+    return read_model(name, directory, refuse_config, tensors)
 
 
 def _free_bytes() -> int:

@@ -108,6 +108,22 @@ def test_a_broken_file_is_one_line(
     assert len(refused.stderr.splitlines()) == 1
 
 
+def test_a_model_with_the_field_names_of_gpt2_is_read(tmp_path: Path) -> None:
+    model = str(save_random(CONFIGS["gpt2"](), tmp_path / "gpt2"))
+    told = facts(model, model, "--dtype=float32")
+    # 3 layers of 64 numbers, keys and values, in 4 bytes.
+    assert told["models"][0]["kv_bytes_per_token"] == 2 * 3 * 64 * 4
+    assert told["needed_bytes"] > 2 * 1024 * told["models"][0]["kv_bytes_per_token"]
+
+
+def test_a_composite_model_is_refused_by_its_reason(target: Path, tmp_path: Path) -> None:
+    composite = save_random(CONFIGS["llama"](), tmp_path / "composite")
+    (composite / "config.json").write_text('{"model_type": "llava", "text_config": {"hidden_size": 64}}')
+    refused = galley("check", str(target), str(composite))
+    assert refused.exit_code == 1
+    assert refused.stderr.startswith("error: llava: must be a text-only language model")
+
+
 def test_a_draft_must_be_named_for_a_target_of_ones_own(target: Path) -> None:
     refused = galley("check", str(target))
     assert refused.exit_code == 2
