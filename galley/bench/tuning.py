@@ -81,9 +81,12 @@ def pair_loads(
 
 
 def priming(cell: Cell, pair: int, sizes: Sizes) -> Load:
-    """Return the block that puts the prompts of a pair into the target's cache, and does not count."""
+    """Return the block that puts the prompts of a pair into the target's cache, and does not count.
+
+    A later turn follows the answer to the one before, so conversations are asked whole.
+    """
     load = _load(cell, pair, _PRIMING, sizes)
-    prompts = tuple(replace(prompt, max_tokens=1, later_turns=()) for prompt in load.prompts)
+    prompts = tuple(one if one.later_turns else replace(one, max_tokens=1) for one in load.prompts)
     return replace(load, pair=WARM_UP, arm=OFF, max_tokens=1, prompts=prompts)
 
 

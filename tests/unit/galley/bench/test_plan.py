@@ -47,12 +47,16 @@ def test_all_arms_of_a_pair_answer_the_same_texts_after_a_block_that_caches_them
         assert not {p.label for p in first.prompts} & {p.label for load in group for p in load.prompts}
 
 
-def test_the_block_that_caches_prompts_asks_no_later_turn() -> None:
-    asked = tuple(replace(prompt, later_turns=("And?",)) for prompt in WORKLOAD.prompts)
-    work = list(loads([replace(CELLS[0], workload=replace(WORKLOAD, prompts=asked))], 1, SIZES))
-    (priming,) = [load for load in work if load.max_tokens == 1]
-    assert not any(prompt.later_turns for prompt in priming.prompts)
-    assert all(prompt.later_turns for load in work if load is not priming for prompt in load.prompts)
+def test_the_block_that_caches_prompts_asks_conversations_whole() -> None:
+    first, *others = WORKLOAD.prompts
+    asked = (replace(first, later_turns=("And?",)), *others)
+    cell = replace(CELLS[1], workload=replace(WORKLOAD, prompts=asked))
+    priming, *group = list(loads([cell], 1, SIZES))[len(ARMS) :]
+    for at, prompt in enumerate(priming.prompts):
+        for load in group:
+            assert (prompt.text, prompt.later_turns) == (load.prompts[at].text, load.prompts[at].later_turns)
+            whole = load.prompts[at].max_tokens
+            assert prompt.max_tokens == (whole if prompt.later_turns else 1)
 
 
 def test_no_text_of_a_pair_comes_in_another() -> None:
