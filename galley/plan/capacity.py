@@ -199,11 +199,13 @@ def capacity(
     at, bound_by = _fullest(load, target, draft)
     each = at.tokens_per_s / load.output_tokens
     busy = load.answers_per_s / each
-    targets = math.ceil(busy / spares.busy - 1e-9)
     drafting = busy * at.draft_ms / at.pass_ms
     sessions = load.answers_per_s * load.output_tokens * at.time_per_output_token_ms / 1000
+    targets = math.ceil(busy / spares.busy - 1e-9)
     drafts = math.ceil(drafting / spares.busy - 1e-9)
-    pools = max(1, math.ceil((targets + drafts) / tiers.pool_replicas - 1e-9))
+    pools = _pools(targets, drafts, spares, tiers)
+    targets += spares.replicas * pools
+    drafts += spares.replicas * pools if drafts else 0
     tokens_per_s = load.answers_per_s * load.output_tokens
     verdicts_per_s = tokens_per_s / tokens_per_verdict(at)
     gateway_cores = tiers.gateway_cores(load.answers_per_s, tokens_per_s, verdicts_per_s)
@@ -212,7 +214,7 @@ def capacity(
     reading = tiers.lease_share if pools > 1 else leases_a_gateway * tiers.gateway_us_per_lease / 1e6
     by_sessions = math.ceil(sessions / (spares.gateway_sessions * spares.busy) - 1e-9)
     by_cpu = math.ceil(gateway_cores / (spares.busy * (1 - reading)) - 1e-9)
-    gateways = max(by_sessions, by_cpu, pools)
+    gateways = max(by_sessions, by_cpu, pools) + spares.replicas * pools
     store_cores = tiers.store_cores(load.answers_per_s, verdicts_per_s, gateways * leases_a_gateway)
     return Capacity(
         at=at,
@@ -220,9 +222,9 @@ def capacity(
         answers_per_s_a_target=each,
         tokens_per_s=tokens_per_s,
         sessions=sessions,
-        targets=targets + spares.replicas * pools,
-        drafts=drafts + spares.replicas * pools if drafts else 0,
-        gateways=gateways + spares.replicas * pools,
+        targets=targets,
+        drafts=drafts,
+        gateways=gateways,
         store_bytes=_store_bytes(load, sessions),
         gateways_bound_by="cpu" if by_cpu > by_sessions else "sessions",
         gateway_cores=gateway_cores,
@@ -230,6 +232,17 @@ def capacity(
         store_cores=store_cores,
         pools=pools,
     )
+
+
+def _pools(targets: int, drafts: int, spares: Spares, tiers: Tiers) -> int:
+    """Return over how many pools the replicas are divided; each pool holds its spares too."""
+    room = tiers.pool_replicas - spares.replicas * (2 if drafts else 1)
+    if room < 1:
+        raise InvalidField(
+            "replicas",
+            f"must leave room in a pool of {tiers.pool_replicas:g} targets and drafts, got {spares.replicas}",
+        )
+    return max(1, math.ceil((targets + drafts) / room - 1e-9))
 
 
 def tokens_per_verdict(at: Point) -> float:

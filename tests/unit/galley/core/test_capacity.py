@@ -131,9 +131,24 @@ def test_reading_leases_bounds_a_pool_and_takes_cores() -> None:
     tiers = dataclasses.replace(NOTHING, gateway_us_per_lease=10_000, store_us_per_lease=10_000)
     load = dataclasses.replace(LOAD, answers_per_s=200)
     result = capacity(load, TARGET, NO_DRAFT, Spares(busy=1, replicas=1), tiers)
-    assert (result.pools, result.targets, result.gateways) == (2, 5 + 2, 2 + 2)
-    # Each of 2 gateways reads 2.5 leases twice a second.
-    assert result.store_cores == pytest.approx(2 * 2.5 * 2 * 0.01)
+    # One of the 2.5 is spare: 5 targets take 4 pools.
+    assert (result.pools, result.targets, result.gateways) == (4, 5 + 4, 4 + 4)
+    # Each of 8 gateways reads 2.25 leases twice a second.
+    assert result.store_cores == pytest.approx(8 * 2.25 * 2 * 0.01)
+
+
+@pytest.mark.parametrize("draft", [NO_DRAFT, DraftSize(alpha=0.8, cost_ratio=6)], ids=["plain", "drafts"])
+@pytest.mark.parametrize("replicas", [0, 1, 3, 100])
+def test_pools_with_their_spares_stay_within_their_bound(draft: DraftSize, replicas: int) -> None:
+    for answers_per_s in (1, 10_000, 12_345, 99_000, 1_000_000):
+        load = dataclasses.replace(LOAD, answers_per_s=answers_per_s)
+        result = capacity(load, TARGET, draft, Spares(replicas=replicas))
+        assert result.targets + result.drafts <= Tiers().pool_replicas * result.pools
+
+
+def test_spares_that_fill_a_pool_are_refused() -> None:
+    with pytest.raises(InvalidField, match="replicas: must leave room in a pool of 250 targets and drafts"):
+        capacity(LOAD, TARGET, NO_DRAFT, Spares(replicas=250))
 
 
 def test_the_load_of_open_streams_keeps_so_many_open() -> None:
