@@ -111,7 +111,8 @@ def _print(report: AuditReport) -> None:
 
 def _verdict(report: AuditReport) -> str:
     left = report.output_tokens - report.compared
-    others = f"; no target is up that has the build of the other {left:,}" if left else ""
+    why = "of other builds, or the target failed"
+    others = f"; the other {left:,} were not compared ({why})" if left else ""
     again = f"a target computed {report.compared:,} of {report.output_tokens:,} output tokens again"
     match report.verdict:
         case Verdict.SAME:

@@ -45,12 +45,14 @@ def test_the_same_tokens_are_said_to_be_the_same() -> None:
     assert gateway.requests == [pb.AuditRequest(session_id=SESSION)]
 
 
-def test_tokens_of_a_build_that_is_gone_are_said_to_be_left_out() -> None:
+def test_tokens_that_were_not_compared_are_said_to_be_left_out() -> None:
     audit = pb.AuditResponse(verdict=SAME, output_tokens=2000, compared=800)
     done = ask(FakeGateway(audit=audit), "audit", SESSION)
     assert done.exit_code == 0
     assert "computed 800 of 2,000 output tokens again" in done.stdout
-    assert done.stdout.endswith("; no target is up that has the build of the other 1,200\n")
+    assert done.stdout.endswith(
+        "; the other 1,200 were not compared (of other builds, or the target failed)\n"
+    )
 
 
 def test_a_difference_is_shown_with_both_logprobs_and_the_build() -> None:
