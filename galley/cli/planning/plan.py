@@ -557,10 +557,11 @@ def _print_capacity(found: Capacity, case: _CapacityCase) -> None:
     table.add_column()
     table.add_column(justify="right")
     table.add_column()
+    no_drafts = "drafts cost nothing" if at.k else "no draft token pays"
     devices = "" if gpus is None else f"{gpus * found.targets} GPUs; "
     for row in (
         ("targets", str(found.targets), devices + spare),
-        ("drafts", str(found.drafts), spare if found.drafts else "no draft token pays"),
+        ("drafts", str(found.drafts), spare if found.drafts else no_drafts),
         ("gateways", str(found.gateways), f"bound by {_GATEWAY_BOUNDS[found.gateways_bound_by]}; {spare}"),
         ("stores", str(found.stores), f"{found.store_cores:.2f} cores; beside their replicas"),
         ("pools of replicas", str(found.pools), ""),

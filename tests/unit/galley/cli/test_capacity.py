@@ -109,6 +109,12 @@ def test_it_says_what_bounds_a_replica(tmp_path: Path) -> None:
     assert "no draft token pays" in output
 
 
+def test_free_drafts_are_not_said_to_pay_nothing(tmp_path: Path) -> None:
+    output = output_of(written(tmp_path, PLAIN + "[draft]\nalpha = 0.8\ncost_ratio = inf\n"))
+    assert "drafts cost nothing" in output
+    assert "no draft token pays" not in output
+
+
 def test_documented_example_is_printed() -> None:
     page = SCALING.read_text()
     for line in output_of(f"--capacity={EXAMPLE}").splitlines():
