@@ -104,7 +104,10 @@ class Backend:
             "limit": str(_MOST_TRACES),
         }
         found: Sequence[Any] = self.get(f"{self.url}/api/search?{urlencode(query)}") or ({},)
-        ids = [str(trace.get("traceID", "")).zfill(32) for trace in found[0].get("traces") or ()]
+        try:
+            ids = [str(trace.get("traceID", "")).zfill(32) for trace in found[0].get("traces") or ()]
+        except (AttributeError, TypeError) as error:
+            raise BadTraceFile(f"{self.url}: must answer a search with a list of traces ({error})") from None
         traces: dict[str, Any] = {}
         for trace_id in ids:
             traces |= self._trace(trace_id)

@@ -11,7 +11,7 @@ from galley.core import names
 from galley.core.session.events import RoundParts
 from galley.trace.read.model import Batch, Call, Request, Round, Story
 from galley.trace.read.skew import Shift, align
-from galley.trace.read.spans import CLIENT, SERVER, Event, Span, SpanKey, Value
+from galley.trace.read.spans import CLIENT, SERVER, Event, Span, SpanKey
 
 
 def stories_of(
@@ -53,7 +53,7 @@ class _Tree:
         self.spans = spans
         self.by_key: dict[SpanKey, Span] = {span.key: span for span in spans}
         self.continued_by: dict[SpanKey, Span] = {}
-        self.losses: dict[Value, list[Event]] = defaultdict(list)  # of KV blocks, by session
+        self.losses: dict[str, list[Event]] = defaultdict(list)  # of KV blocks, by session
         self._children: dict[SpanKey, list[Span]] = defaultdict(list)
         for span in spans:
             if span.parent_id:
@@ -62,8 +62,9 @@ class _Tree:
                 if link.text(names.LINK) == names.LINK_CONTINUES:
                     self.continued_by[link.key] = span
             for event in span.events:
-                if event.name in {names.KV_EVICTED, names.KV_PREEMPTED}:
-                    self.losses[event.attributes.get(names.SESSION_ID)].append(event)
+                session_id = event.text(names.SESSION_ID)
+                if session_id and event.name in {names.KV_EVICTED, names.KV_PREEMPTED}:
+                    self.losses[session_id].append(event)
 
     def children(self, key: SpanKey) -> Sequence[Span]:
         return self._children.get(key, ())

@@ -30,8 +30,12 @@ def plain_otlp(document: Any) -> dict[str, Any]:
         inner = document.get("trace") or document.get("result") or document
         resources = inner.get("resourceSpans") or inner.get("batches") or ()
         return {"resourceSpans": [_resource(resource) for resource in resources]}
-    except (AttributeError, TypeError, ValueError) as error:
-        raise BadTraceFile(f"must be traces in OTLP's JSON encoding ({error})") from None
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise _malformed(error) from None
+
+
+def _malformed(error: Exception) -> BadTraceFile:
+    return BadTraceFile(f"must be traces in OTLP's JSON encoding ({error})")
 
 
 def _resource(resource: Any) -> dict[str, Any]:
@@ -69,12 +73,14 @@ def _number(value: Any, known: tuple[str, ...]) -> int:
 
 
 def _links(document: Any) -> Iterator[tuple[str, str]]:
-    """Yield the kind of each link of ours, and its trace."""
-    for *_, span in flat(document):
-        for link in span["links"]:
+    """Yield the kind of each link of ours, and its trace. Raises BadTraceFile."""
+    try:
+        for link in (link for *_, span in flat(document) for link in span["links"]):
             for pair in link.get("attributes") or ():
                 if pair.get("key") == names.LINK:
                     yield str((pair.get("value") or {}).get("stringValue")), str(link.get("traceId"))
+    except (AttributeError, TypeError) as error:
+        raise _malformed(error) from None
 
 
 def linked_traces(document: Any) -> list[str]:

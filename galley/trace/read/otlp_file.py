@@ -303,7 +303,7 @@ def spans_in(document: Any, keep: Callable[[Any], bool] | None = None) -> Iterat
                         yield _read_span(span, process)
     except Malformed:
         raise
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise Malformed(f"must be spans in OTLP's JSON encoding ({error})") from error
 
 

@@ -186,6 +186,30 @@ def test_a_back_end_that_is_away_or_empty_is_named(server: Server, path: str, pr
     assert failed.stderr.startswith(f"error: http://{address}{path}")
 
 
+def of_span(**fields: Any) -> dict[str, Any]:
+    span = {"traceId": OTHER, "spanId": OTHER[:16], **fields}
+    return {"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}
+
+
+@pytest.mark.parametrize(
+    ("source", "answer"),
+    [
+        ("tempo", {"traces": ["x"]}),
+        ("tempo", {"traces": 1}),
+        ("jaeger", of_span(kind=float("inf"))),
+        ("jaeger", of_span(links=[{"attributes": ["x"]}])),
+    ],
+)
+def test_an_answer_of_another_form_is_named(
+    server: Server, source: str, answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "answer", lambda *_: answer)
+    failed = trace_from(f"{source}://{server.address}", SESSION)
+    assert failed.exit_code == 1
+    assert failed.stderr.startswith("error: ")
+    assert len(failed.stderr.splitlines()) == 1
+
+
 def test_an_answer_that_is_no_http_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
 

@@ -121,6 +121,12 @@ def test_events_of_other_sessions_are_dropped() -> None:
         assert result.text(names.SESSION_ID) == story.session_id
 
 
+def test_a_loss_of_a_session_whose_id_is_no_text_is_dropped() -> None:
+    scene = Scene()
+    scene.request().round(batch={"events": [event(names.KV_EVICTED, BEGAN_NS, session_id={"a": 1})]}).end()
+    assert not scene.story().requests[0].all_events
+
+
 def test_a_preemption_is_one_event_of_the_request_in_which_it_happened() -> None:
     scene = Scene()
     request = scene.request().round()
