@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = command.console()
     cores = keep_to_cores(options.cores)
     model_dir = resolve_model(options.model)
-    run = asyncio.run(measure(scenario, options, model_dir, lambda line: console.print(line, style="dim")))
+    show = partial(console.print, style="dim", markup=False)
+    run = asyncio.run(measure(scenario, options, model_dir, show))
     run.facts["cores"] = cores
     goals = [] if options.quick else scenario.goals(run)
     report(scenario, run, goals, None if root is None else result_path(scenario.name, root), console)

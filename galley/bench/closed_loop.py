@@ -24,6 +24,7 @@ from galley.bench.answers import Answer, Rounds
 from galley.bench.workloads import Prompt
 from galley.client.client import AsyncClient
 from galley.client.options import Message, Speculation
+from galley.common.printable import one_line
 from galley.core.session.events import SourceTokens
 from galley.pb.galley.v1 import galley_pb2 as pb
 
@@ -135,7 +136,7 @@ async def run_all(
         done += work_of(load)
         progress(done / whole)
         name = "warm-up" if load.pair == WARM_UP else f"pair {load.pair + 1}"
-        of = f"{load.workload}, " if load.workload else ""
+        of = f"{one_line(load.workload)}, " if load.workload else ""
         report(
             f"{at}/{len(loads)} {name}: {of}{load.arm}, {load.streams} streams at {load.temperature:g}: "
             f"{block.timed_tokens} tokens, {block.tokens_per_s:.1f}/s"

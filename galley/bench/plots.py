@@ -10,6 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from galley.common.printable import one_line
+
 if TYPE_CHECKING:
     from galley.bench.answers import Rounds
     from galley.bench.report import Report
@@ -98,15 +100,19 @@ def _stream_ticks(axes: Axes, rows: Sequence[Row]) -> None:
 def _acceptance(axes: Axes, acceptance: Mapping[tuple[str, str], Rounds]) -> None:
     for (workload, arm), of in acceptance.items():
         at = range(1, len(of.by_position) + 1)
-        axes.plot(at, of.by_position, marker=".", lw=0.9, label=f"{workload} {arm}")
+        axes.plot(at, of.by_position, marker=".", lw=0.9, label=f"{_named(workload)} {arm}")
     axes.set(
         title="accepted where verified", xlabel="position in the proposal", ylabel="share", ylim=(0, 1.02)
     )
     _legend(axes, 5)
 
 
+def _named(workload: str) -> str:
+    return one_line(workload).replace("$", r"\$")  # which would begin a formula
+
+
 def _waste(axes: Axes, acceptance: Mapping[tuple[str, str], Rounds]) -> None:
-    names = [f"{workload}\n{arm}" for workload, arm in acceptance]
+    names = [f"{_named(workload)}\n{arm}" for workload, arm in acceptance]
     kinds = {
         "accepted": [of.accepted for of in acceptance.values()],
         "verified in vain": [of.wasted_verify for of in acceptance.values()],

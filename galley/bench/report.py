@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from galley.bench.answers import Rounds
@@ -22,6 +23,7 @@ from galley.bench.summary import (
     speculated,
 )
 from galley.bench.verdict import Gain, best_by_load, gains_of, of_mean, sentence
+from galley.common.printable import one_line
 
 MAX_K = 16
 _TIMES = "×"
@@ -133,7 +135,7 @@ def speed_table(rows: Sequence[Row], baseline: str) -> Table:
     table = _table("Speed (median of the repeats' ratios, 95 % interval)", columns)
     for row in rows:
         table.add_row(
-            row.workload,
+            _named(row.workload),
             str(row.streams),
             f"{row.temperature:g}",
             row.arm,
@@ -155,7 +157,7 @@ def verdict_table(gains: Sequence[Gain]) -> Table:
     for workload in dict.fromkeys(gain.workload for gain in gains):
         for gain in best_by_load([one for one in gains if one.workload == workload]):
             ratio = _escaped(gain.ratio)
-            table.add_row(workload or "mean", str(gain.streams), gain.arm, ratio, gain.verdict)
+            table.add_row(_named(workload) or "mean", str(gain.streams), gain.arm, ratio, gain.verdict)
     return table
 
 
@@ -176,7 +178,7 @@ def acceptance_table(acceptance: Mapping[tuple[str, str], Rounds]) -> Table:
     table = _table("Acceptance and waste (over all loads)", columns)
     for (workload, arm), of in acceptance.items():
         table.add_row(
-            workload,
+            _named(workload),
             arm,
             _share(of.accepted, of.verified),
             "\n".join(f"{one.source} {one.accepted}/{one.verified}" for one in of.sources if one.verified),
@@ -207,7 +209,7 @@ def tree_table(acceptance: Mapping[tuple[str, str], Rounds]) -> Table:
     table = _table("Chains and trees: acceptance by position and by rank", columns)
     for (workload, arm), of in acceptance.items():
         table.add_row(
-            workload,
+            _named(workload),
             arm,
             f"{of.tokens_per_round:.2f}",
             f"{of.verified / of.rounds:.2f}",
@@ -234,7 +236,7 @@ def prediction_table(rows: Sequence[Row], predicted: Mapping[Row, tuple[float, i
         gain, best = predicted[row]
         measured = f"{row.ratio.median:.2f}{_TIMES}"
         table.add_row(
-            row.workload,
+            _named(row.workload),
             str(row.streams),
             row.arm,
             f"{gain:.2f}{_TIMES}",
@@ -253,6 +255,11 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.0%}" if whole else ""
+
+
+def _named(workload: str) -> str:
+    # Its name is that of a user's file, with a category that the file holds.
+    return escape(one_line(workload))
 
 
 def _escaped(ratio: Interval | None) -> str:

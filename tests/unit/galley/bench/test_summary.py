@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from galley.bench.answers import Answer
 from galley.bench.closed_loop import LoopBlock
-from galley.bench.report import acceptance_table, as_dict, report_of, tree_table
+from galley.bench.plots import figure_of
+from galley.bench.report import (
+    acceptance_table,
+    as_dict,
+    prediction_table,
+    report_of,
+    speed_table,
+    tree_table,
+    verdict_table,
+)
 from galley.bench.summary import (
     mean_ratio,
     pass_times,
@@ -168,6 +179,29 @@ def test_trees_are_compared_with_chains_by_position_and_rank() -> None:
 def test_nothing_is_foretold_where_no_round_was_counted() -> None:
     assert pass_times([block("off", 0.03)]) is None
     assert report_of([block("off", 0.03), block("auto", 0.03)], "off", "m").predicted == {}
+
+
+def test_names_of_a_users_file_are_no_markup_and_no_control_codes() -> None:
+    name = "list.qa [/hard] \x1b[31m$\\frac"
+    blocks = [
+        block(arm, 0.03, workload=name, rounds=rounds_of(40, accepted))
+        for arm, accepted in (("off", 10), ("auto", 30))
+    ]
+    report = report_of(blocks, "off", "m")
+    console = Console(file=io.StringIO(), width=200)
+    for table in (
+        speed_table(report.rows, "off"),
+        verdict_table(report.gains),
+        acceptance_table(report.acceptance),
+        tree_table(report.acceptance),
+        prediction_table(report.rows, report.predicted),
+    ):
+        console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    printed = console.file.getvalue()
+    assert printed.count("list.qa [/hard] \N{REPLACEMENT CHARACTER}[31m$\\frac") >= 5
+    assert "\x1b" not in printed
+    figure_of(report).savefig(io.BytesIO(), format="png")
 
 
 def test_a_report_is_json() -> None:
