@@ -64,6 +64,8 @@ _OF_ONE_STREAM = (
     *("alpha", "row_costs", "max_k", "sessions", "plot"),
 )
 _GIB = 2**30
+# From so many on, tokens/s are shown in thousands.
+_FEW_TOKENS = 10_000
 _TABLES = ("load", "target", "draft", "spares", "tiers")
 _GATEWAY_BOUNDS = {"sessions": "open sessions", "cpu": "CPU"}
 _STRICT = ConfigDict(extra="forbid")
@@ -541,12 +543,21 @@ def _print_streams(streams: Sequence[int], case: _CapacityCase, *, as_json: bool
         numbers = (found.targets, found.drafts, found.gateways, found.stores)
         table.add_row(
             f"{count:,}",
-            f"{found.tokens_per_s / 1000:,.0f}k",
+            _rate(found.tokens_per_s),
             *(f"{number:,}" for number in numbers),
-            f"{found.store_bytes / _GIB:,.1f}",
+            _gib(found.store_bytes),
             str(found.pools),
         )
     Console().print(table)
+
+
+def _rate(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:,.0f}" if tokens_per_s < _FEW_TOKENS else f"{tokens_per_s / 1000:,.0f}k"
+
+
+def _gib(size: int) -> str:
+    gib = size / _GIB
+    return f"{gib:.2f}" if gib < 1 else f"{gib:,.1f}"
 
 
 def _print_capacity(found: Capacity, case: _CapacityCase) -> None:

@@ -132,6 +132,14 @@ def test_each_number_of_streams_is_planned(tmp_path: Path) -> None:
     assert {count: found["targets"] for count, found in result.items()} == {"4": 1, "40": 10}  # type: ignore[index]
 
 
+def test_small_needs_of_streams_are_shown(tmp_path: Path) -> None:
+    lines = output_of(written(tmp_path, PLAIN), "--streams=4,400").splitlines()
+    few, many = (line.split() for line in lines[-3:-1])
+    assert (few[1], many[1]) == ("400", "40k")
+    assert few[6] == "0.04"
+    assert float(many[6]) > 1
+
+
 @pytest.mark.parametrize("streams", ["0", "many", "4,"])
 def test_streams_that_are_no_numbers_are_refused(tmp_path: Path, streams: str) -> None:
     result = run(written(tmp_path, PLAIN), f"--streams={streams}")
