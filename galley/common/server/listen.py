@@ -30,6 +30,12 @@ def bind(listen: Callable[[str], int], host: str, port: int) -> str:
 
 def server_files(settings: ServiceSettings) -> WatchedFiles[Material] | None:
     """Return the watched TLS files of a server, or None without TLS. Raise BadFile if one is unusable."""
+    files = server_tls_files(settings)
+    return None if files is None else files.watch()
+
+
+def server_tls_files(settings: ServiceSettings) -> TlsFiles | None:
+    """Return the TLS files of a server, or None without TLS."""
     if not settings.tls_cert_file:
         return None
     return TlsFiles(
@@ -37,7 +43,7 @@ def server_files(settings: ServiceSettings) -> WatchedFiles[Material] | None:
         NamedFile("tls_cert_file", settings.tls_cert_file),
         NamedFile("tls_key_file", settings.tls_key_file),
         serves=True,
-    ).watch()
+    )
 
 
 def server_options(limits: ServerLimits) -> list[tuple[str, int]]:

@@ -32,9 +32,12 @@ class TlsFiles:
             return Material(ca)
         return Material(ca, *pem.read_pair(self.cert, self.key, serves=self.serves))
 
+    @property
+    def named(self) -> list[NamedFile]:
+        return [file for file in (self.ca, self.cert, self.key) if file.path]
+
     def watch(self, check_interval_s: float = 0.0) -> WatchedFiles[Material]:
-        named = [file for file in (self.ca, self.cert, self.key) if file.path]
-        return WatchedFiles(named, self.read, check_interval_s=check_interval_s)
+        return WatchedFiles(self.named, self.read, check_interval_s=check_interval_s)
 
 
 def server_credentials(

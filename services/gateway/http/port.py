@@ -6,7 +6,7 @@ import socket
 import time
 
 from galley.common.metrics.registry import Registry
-from galley.common.server.listen import server_files
+from galley.common.server.listen import server_tls_files
 from services.gateway.auth.authentication import Authentication
 from services.gateway.generation import Generation
 from services.gateway.http.api.answers import Answers
@@ -58,6 +58,6 @@ async def open_port(
         ),
         Tracing(tracer, STREAMS),
     )
-    server = HttpServer(front, limits, settings.client_timeout_s, server_context(server_files(settings)))
+    server = HttpServer(front, limits, settings.client_timeout_s, server_context(server_tls_files(settings)))
     await server.start(bound)
     return server

@@ -8,40 +8,45 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from galley.common.tls.channels import Material
+from galley.common.tls.credentials import TlsFiles
 from galley.common.tls.files import WatchedFiles
 
 
-def server_context(files: WatchedFiles[Material] | None) -> ssl.SSLContext | None:
-    """Return a context that uses the current files for each handshake; None without files.
+def server_context(files: TlsFiles | None) -> ssl.SSLContext | None:
+    """Return a context that uses the current files for each handshake; None without files. Raise BadFile.
 
     Client certificates are required if the files include authorities.
     """
     if files is None:
         return None
-    used, context = files.latest(), _context_of(files.latest())
-    outer = _context_of(used)
+    contexts = WatchedFiles(files.named, lambda: _context_of(files))
 
     def choose(connection: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _outer: ssl.SSLContext) -> None:
-        nonlocal used, context
         # A change is found by a check in a thread: the handshake that begins it still uses the former files.
-        if (current := files.latest()) is not used:
-            used, context = current, _context_of(current)
-        connection.context = context
+        connection.context = contexts.latest()
 
+    outer = _context_of(files)
     outer.sni_callback = choose  # is called for clients that send no name, too
     return outer
 
 
-def _context_of(material: Material) -> ssl.SSLContext:
+def _context_of(files: TlsFiles) -> ssl.SSLContext:
+    """Return a context of the files. Raise BadFile, also for what gRPC accepts and `ssl` does not."""
+    material = files.read()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
-    with _as_path(material.cert or b"") as cert, _as_path(material.key or b"") as key:
-        context.load_cert_chain(cert, key)
+    try:
+        with _as_path(material.cert or b"") as cert, _as_path(material.key or b"") as key:
+            context.load_cert_chain(cert, key)
+    except ssl.SSLError as error:
+        raise files.cert.bad(f"cannot be used for HTTP: {error.reason}") from None
     if material.ca is not None:
         # OpenSSL takes ASCII; other characters can only be in comments between the certificates.
-        context.load_verify_locations(cadata=material.ca.decode("ascii", errors="ignore"))
+        try:
+            context.load_verify_locations(cadata=material.ca.decode("ascii", errors="ignore"))
+        except ssl.SSLError as error:
+            raise files.ca.bad(f"cannot be used for HTTP: {error.reason}") from None
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 
