@@ -20,7 +20,7 @@ from services.gateway.http.page.files import page_routes
 from services.gateway.http.responses.handlers import Responses
 from services.gateway.http.transport.front import Access, Front, Tracing
 from services.gateway.http.transport.server import HttpServer
-from services.gateway.http.transport.tls import server_context
+from services.gateway.http.transport.tls import server_contexts
 from services.gateway.settings import GatewaySettings, comma_separated
 from services.gateway.telemetry.interceptor import RequestTracer
 
@@ -58,6 +58,6 @@ async def open_port(
         ),
         Tracing(tracer, STREAMS),
     )
-    server = HttpServer(front, limits, settings.client_timeout_s, server_context(server_tls_files(settings)))
+    server = HttpServer(front, limits, settings.client_timeout_s, server_contexts(server_tls_files(settings)))
     await server.start(bound)
     return server

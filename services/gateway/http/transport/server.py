@@ -13,7 +13,9 @@ from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
 from galley.common.config.settings import ServerLimits
+from galley.common.tls.files import WatchedFiles
 from services.gateway.http.transport.connection import HttpConnection
+from services.gateway.http.transport.handshakes import TlsAcceptor
 
 KEEP_ALIVE_S = 75
 """Time for which an idle connection stays open: longer than load balancers keep theirs."""
@@ -24,11 +26,17 @@ class HttpServer:
     """Serve `app` on a bound socket, within `limits`. A client may read nothing for `unread_s`."""
 
     def __init__(
-        self, app: ASGIApp, limits: ServerLimits, unread_s: float, tls: ssl.SSLContext | None = None
+        self,
+        app: ASGIApp,
+        limits: ServerLimits,
+        unread_s: float,
+        tls: WatchedFiles[ssl.SSLContext] | None = None,
     ) -> None:
         self._limits = limits
         self._unread_s = unread_s
-        self._tls = tls
+        self._acceptor = (
+            None if tls is None else TlsAcceptor(tls, self._connection, limits.handshake_timeout_s)
+        )
         self._state = ServerState()
         self._server: asyncio.Server | None = None
         self._config = uvicorn.Config(
@@ -49,18 +57,22 @@ class HttpServer:
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
     async def start(self, bound: socket.socket) -> None:
+        if self._acceptor is not None:
+            self._acceptor.start(bound, _BACKLOG)
+            return
         self._server = await asyncio.get_running_loop().create_server(
-            lambda: HttpConnection(self._config, self._state, self._limits, self._unread_s),
-            sock=bound,
-            ssl=self._tls,
-            ssl_handshake_timeout=None if self._tls is None else self._limits.handshake_timeout_s,
-            backlog=_BACKLOG,
+            self._connection, sock=bound, backlog=_BACKLOG
         )
+
+    def _connection(self) -> HttpConnection:
+        return HttpConnection(self._config, self._state, self._limits, self._unread_s)
 
     async def stop(self, grace_s: float) -> None:
         """Take no more connections, let open requests end for `grace_s`, and end the others."""
         if self._server is not None:
             self._server.close()
+        if self._acceptor is not None:
+            await self._acceptor.close()
         connections = [one for one in self._state.connections if isinstance(one, HttpConnection)]
         for connection in connections:
             connection.shutdown()

@@ -1,4 +1,4 @@
-"""TLS for HTTP, from the files that gRPC uses; each handshake uses those of its time."""
+"""TLS for HTTP, from the files that gRPC uses."""
 
 from __future__ import annotations
 
@@ -12,22 +12,13 @@ from galley.common.tls.credentials import TlsFiles
 from galley.common.tls.files import WatchedFiles
 
 
-def server_context(files: TlsFiles | None) -> ssl.SSLContext | None:
-    """Return a context that uses the current files for each handshake; None without files. Raise BadFile.
+def server_contexts(files: TlsFiles | None) -> WatchedFiles[ssl.SSLContext] | None:
+    """Return a context of the files, made again when they change; None without files. Raise BadFile.
 
-    Client certificates are required if the files include authorities.
+    Client certificates are required if the files include authorities. A client cannot resume a session of an
+    earlier context, which would not be checked by the new authorities.
     """
-    if files is None:
-        return None
-    contexts = WatchedFiles(files.named, lambda: _context_of(files))
-
-    def choose(connection: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _outer: ssl.SSLContext) -> None:
-        # A change is found by a check in a thread: the handshake that begins it still uses the former files.
-        connection.context = contexts.latest()
-
-    outer = _context_of(files)
-    outer.sni_callback = choose  # is called for clients that send no name, too
-    return outer
+    return None if files is None else WatchedFiles(files.named, lambda: _context_of(files))
 
 
 def _context_of(files: TlsFiles) -> ssl.SSLContext:
