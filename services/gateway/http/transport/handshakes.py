@@ -1,14 +1,18 @@
-"""Accept connections over TLS, each by the TLS files of its time; an event loop takes one context for all."""
+"""Accept connections over TLS.
+
+An event loop takes one context for all connections, and reports each after its handshake. Here each has the
+TLS files of its time, and counts from its beginning.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import ssl
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Sized
 from contextlib import suppress
-from typing import Any
 
+from galley.common.config.settings import ServerLimits
 from galley.common.logs import get_logger
 from galley.common.tls.files import WatchedFiles
 
@@ -21,45 +25,63 @@ _log = get_logger(__name__)
 class TlsAcceptor:
     """Hand each connection, once it is secure, to a protocol that `make` returns.
 
-    A handshake takes `timeout_s` at most.
+    A connection is closed at once if `limits` allow no more than `connections` and those in their handshake.
     """
 
     def __init__(
         self,
+        bound: socket.socket,
         contexts: WatchedFiles[ssl.SSLContext],
         make: Callable[[], asyncio.BaseProtocol],
-        timeout_s: float,
+        limits: ServerLimits,
+        connections: Sized,
     ) -> None:
+        """Accept on a socket that listens, in the running event loop."""
+        self._bound = bound
         self._contexts = contexts
         self._make = make
-        self._timeout_s = timeout_s
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def start(self, bound: socket.socket, backlog: int) -> None:
+        self._limits = limits
+        self._connections = connections
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._pause: asyncio.TimerHandle | None = None
         bound.setblocking(False)
-        bound.listen(backlog)
-        self._begin(self._accept(bound))
+        self._watch()
 
     async def close(self) -> None:
         """Take no more connections, and end those in their handshake."""
-        tasks = set(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(self._bound)
+        self._bound.close()
+        await asyncio.sleep(0)  # tasks that have not begun would leave their sockets open
+        handshakes = set(self._handshakes)
+        for handshake in handshakes:
+            handshake.cancel()
+        if handshakes:
+            await asyncio.wait(handshakes)
 
-    async def _accept(self, bound: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        with bound:
-            while True:
-                try:
-                    accepted, _ = await loop.sock_accept(bound)
-                except OSError as error:  # too many files are open
-                    _log.error("connection not accepted", error=str(error))
-                    await asyncio.sleep(_PAUSE_S)
-                    continue
-                self._begin(self._secure(accepted))
-                await asyncio.sleep(0)  # a waiting connection is accepted without a turn of the event loop
+    def _watch(self) -> None:
+        self._loop.add_reader(self._bound, self._accept)
+
+    def _accept(self) -> None:
+        """Accept one connection: the next one has a turn of its own."""
+        try:
+            accepted, _ = self._bound.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:  # too many files are open
+            _log.error("connection not accepted", error=str(error))
+            self._loop.remove_reader(self._bound)
+            self._pause = self._loop.call_later(_PAUSE_S, self._watch)
+            return
+        if len(self._connections) + len(self._handshakes) >= self._limits.max_connections:
+            accepted.close()
+            return
+        accepted.setblocking(False)
+        handshake = self._loop.create_task(self._secure(accepted))
+        self._handshakes.add(handshake)
+        handshake.add_done_callback(self._handshakes.discard)
 
     async def _secure(self, accepted: socket.socket) -> None:
         try:
@@ -68,11 +90,6 @@ class TlsAcceptor:
             accepted.close()
             raise
         with suppress(OSError):  # the handshake failed, or took too long
-            await asyncio.get_running_loop().connect_accepted_socket(
-                self._make, accepted, ssl=context, ssl_handshake_timeout=self._timeout_s
+            await self._loop.connect_accepted_socket(
+                self._make, accepted, ssl=context, ssl_handshake_timeout=self._limits.handshake_timeout_s
             )
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

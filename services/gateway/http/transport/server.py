@@ -34,10 +34,9 @@ class HttpServer:
     ) -> None:
         self._limits = limits
         self._unread_s = unread_s
-        self._acceptor = (
-            None if tls is None else TlsAcceptor(tls, self._connection, limits.handshake_timeout_s)
-        )
+        self._tls = tls
         self._state = ServerState()
+        self._acceptor: TlsAcceptor | None = None
         self._server: asyncio.Server | None = None
         self._config = uvicorn.Config(
             app,
@@ -57,11 +56,13 @@ class HttpServer:
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
     async def start(self, bound: socket.socket) -> None:
-        if self._acceptor is not None:
-            self._acceptor.start(bound, _BACKLOG)
+        if self._tls is None:
+            loop = asyncio.get_running_loop()
+            self._server = await loop.create_server(self._connection, sock=bound, backlog=_BACKLOG)
             return
-        self._server = await asyncio.get_running_loop().create_server(
-            self._connection, sock=bound, backlog=_BACKLOG
+        bound.listen(_BACKLOG)
+        self._acceptor = TlsAcceptor(
+            bound, self._tls, self._connection, self._limits, self._state.connections
         )
 
     def _connection(self) -> HttpConnection:

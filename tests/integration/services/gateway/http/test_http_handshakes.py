@@ -6,7 +6,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from services.gateway.http.transport.tls import server_contexts
 from tests.fakes.certificates import Authority, Certificate, Mounted, mounted
 from tests.fakes.waiting import PATIENCE_S
 
+MOST = 4
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 Run = Callable[[Coroutine[Any, Any, None]], None]
 VERSIONS = pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
@@ -53,10 +54,10 @@ def files(tmp_path: Path, first: Authority) -> Mounted:
 
 
 @asynccontextmanager
-async def serving(files: Mounted) -> AsyncIterator[str]:
+async def serving(files: Mounted, **limits: Any) -> AsyncIterator[str]:
     named = (NamedFile("ca", files.ca), NamedFile("cert", files.cert), NamedFile("key", files.key))
     contexts = server_contexts(TlsFiles(*named, serves=True))
-    server = HttpServer(PlainTextResponse("yes"), ServerLimits(), PATIENCE_S, contexts)
+    server = HttpServer(PlainTextResponse("yes"), ServerLimits(**limits), PATIENCE_S, contexts)
     bound = bind_socket("127.0.0.1", 0)
     await server.start(bound)
     try:
@@ -125,5 +126,49 @@ def test_a_session_does_not_outlive_its_authority(
             files.put_pair(second.ca, first.issue("gateway"))
             assert not await Caller(context).call(address)
             assert not await caller.call(address)
+
+    run(scenario())
+
+
+def test_connections_count_from_their_beginning(run: Run, files: Mounted, first: Authority) -> None:
+    async def scenario() -> None:
+        caller = Caller(context_of(first, first.issue("client")))
+        async with serving(files, max_connections=MOST, handshake_timeout_s=10 * PATIENCE_S) as address:
+            host, _, port = address.rpartition(":")
+            silent = [await asyncio.open_connection(host, int(port)) for _ in range(3 * MOST)]
+            async with asyncio.timeout(PATIENCE_S):
+                assert not any([await reader.read() for reader, _ in silent[MOST:]])
+            assert not any(reader.at_eof() for reader, _ in silent[:MOST])
+            assert not await caller.call(address)
+            for _, writer in silent:
+                writer.transport.abort()
+            while not await caller.call(address):
+                continue
+
+    run(scenario())
+
+
+def test_a_handshake_ends_in_time(run: Run, files: Mounted) -> None:
+    async def scenario() -> None:
+        async with serving(files, handshake_timeout_s=0.1) as address:
+            host, _, port = address.rpartition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            async with asyncio.timeout(PATIENCE_S):
+                assert not await reader.read()
+            writer.close()
+
+    run(scenario())
+
+
+def test_a_stop_ends_handshakes(run: Run, files: Mounted) -> None:
+    async def scenario() -> None:
+        async with serving(files, handshake_timeout_s=10 * PATIENCE_S) as address:
+            host, _, port = address.rpartition(":")
+            silent = [await asyncio.open_connection(host, int(port)) for _ in range(MOST)]
+        async with asyncio.timeout(PATIENCE_S):
+            for reader, writer in silent:
+                with suppress(ConnectionResetError):
+                    assert not await reader.read()
+                writer.close()
 
     run(scenario())
