@@ -15,6 +15,7 @@ from typing import Any
 
 import h11
 from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
@@ -109,6 +110,7 @@ class HttpConnection(H11Protocol):
         self._unread_s = unread_s
         self._late: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
+        self._made_s = 0.0
         self.lost = asyncio.Event()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
@@ -119,6 +121,7 @@ class HttpConnection(H11Protocol):
         _set_options(transport.get_extra_info("socket"))
         transport.set_write_buffer_limits(high=_BUFFER_BYTES)
         super().connection_made(transport)
+        self._made_s = self.loop.time()
         self._expect_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -157,6 +160,8 @@ class HttpConnection(H11Protocol):
             scope: Any = self.cycle.scope  # a typed dict, with a key of ours
             scope[TRANSPORT] = self.transport
             scope[DRAIN] = self.flow.drain
+            if self._is_old:
+                self.cycle.default_headers = [*self.cycle.default_headers, CLOSE_HEADER]
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002  # `refusal` says more
         """Refuse what is no HTTP, or has too large headers, and end the connection."""
@@ -178,6 +183,11 @@ class HttpConnection(H11Protocol):
             if data := self.conn.send(event):
                 self.transport.write(data)
         self.transport.close()
+
+    @property
+    def _is_old(self) -> bool:
+        most_s = self._limits.max_connection_age_s
+        return bool(most_s) and self.loop.time() - self._made_s >= most_s
 
     @property
     def _is_between_requests(self) -> bool:

@@ -112,6 +112,24 @@ async def test_a_connection_serves_many_requests_and_ends_when_idle(
         assert time.monotonic() - sent_s >= 0.5
 
 
+async def test_an_old_connection_ends_with_its_next_response(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    age_s = 0.5
+    monkeypatch.setattr(GatewaySettings, "server_limits", lambda _: ServerLimits(max_connection_age_s=age_s))
+    gateway = await world.gateway(http_port=0)
+    began_s = time.monotonic()
+    async with peer(gateway.http) as client, asyncio.timeout(PATIENCE_S):
+        head = b""
+        while b"connection: close" not in head.lower():
+            await client.send(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            head = await client.head()
+            [length] = re.findall(rb"content-length: (\d+)", head)
+            await client.reader.readexactly(int(length))
+        assert time.monotonic() - began_s >= age_s
+        assert not await client.reader.read()
+
+
 async def test_the_body_of_a_refused_request_is_not_awaited_for_ever(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
