@@ -199,6 +199,7 @@ class Generation:
             except LogLost:
                 return await self.auditor.damaged(session_id)
             if stored.state != "finished":
+                self.streams.charge_read(stored, principal)
                 raise NotFinished(session_id)
             self.streams.charge_audit(stored, principal)
             return await self.auditor.audit(stored)
@@ -297,10 +298,13 @@ class Generation:
         bind_contextvars(session_id=claim.resume.session_id)
         return await self.streams.claim(claim, deadline_ns)
 
-    def admit_reading_call(self, call: ClientCall) -> None:
-        """Hold a slot for `read` until the call has ended: its response is sent. Raise Overloaded."""
+    def admit_reading_call(self, call: ClientCall, *, to_end: bool = False) -> None:
+        """Hold a slot for `read` until the call has ended: its response is sent. Raise Overloaded.
+
+        A caller in debt is refused, unless it reads a session `to_end` it.
+        """
         held = ExitStack()
-        held.enter_context(self.streams.admit_answer(caller()))
+        held.enter_context(self.streams.admit_answer(caller(), to_end=to_end))
         call.add_done_callback(lambda _: held.close())
 
     async def read(self, session_id: str, call: ClientCall) -> StoredSession:

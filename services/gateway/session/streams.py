@@ -237,17 +237,20 @@ class Streams:
 
         Raise UnknownSession, StoreUnavailable, InvalidField, LogLost if a stored session cannot be read or is
         not the client's, or Overloaded if the token budget does not cover the rest of the answers. All is
-        checked before a session is claimed, so a refused call leaves its owner alone.
+        checked before a session is claimed, so a refused call leaves its owner alone. Charge what was read if
+        the sessions refuse the call.
         """
         claims = []
-        for slot, resume in zip(slots, resumes, strict=True):
-            called_ns = self._clock.now_ns()
-            stored = await self.read(resume.session_id, slot.principal, deadline_ns)
-            spec = await self._replays.spec_of(stored)
-            checked = resume.next_index if resume.seen_hash else 0
-            output_hash = await self._replays.output_hash(stored, checked)
-            left = check_resume(stored, spec, resume, output_hash)
-            claims.append(PreparedClaim(slot, resume, stored, spec, left, called_ns))
+        with self._charged_if_refused(slots[0].principal) as read:
+            for slot, resume in zip(slots, resumes, strict=True):
+                called_ns = self._clock.now_ns()
+                stored = await self.read(resume.session_id, slot.principal, deadline_ns)
+                read.append(stored)
+                spec = await self._replays.spec_of(stored)
+                checked = resume.next_index if resume.seen_hash else 0
+                output_hash = await self._replays.output_hash(stored, checked)
+                left = check_resume(stored, spec, resume, output_hash)
+                claims.append(PreparedClaim(slot, resume, stored, spec, left, called_ns))
         await self.reserve(slots, [claim.left for claim in claims], deadline_ns)
         return claims
 
@@ -263,20 +266,28 @@ class Streams:
         request_observer().opened(session, stored, claim.called_ns, resume.next_index)
         return self._runner(session, stored, slot.principal, claim.called_ns, deadline_ns)
 
-    def admit_read(self, principal: Principal) -> AbstractContextManager[None]:
-        """Hold a slot for `read`, and for what is made of the session. Raise Overloaded."""
-        return self._slot(self._reads, principal)
+    def admit_read(self, principal: Principal, *, to_end: bool = False) -> AbstractContextManager[None]:
+        """Hold a slot for `read`, and for what is made of the session.
 
-    def admit_answer(self, principal: Principal) -> AbstractContextManager[None]:
-        """Hold a slot until the client has a stored answer; slow clients keep nobody from `admit_read`."""
-        return self._slot(self._answers, principal)
+        Raise Overloaded, also in debt unless the session is read `to_end` it.
+        """
+        return self._slot(self._reads, principal, in_debt=to_end)
+
+    def admit_answer(self, principal: Principal, *, to_end: bool = False) -> AbstractContextManager[None]:
+        """Hold a slot until the client has a stored answer; slow clients keep nobody from `admit_read`.
+
+        Raise Overloaded as `admit_read` does.
+        """
+        return self._slot(self._answers, principal, in_debt=to_end)
 
     def admit_audit(self, principal: Principal) -> AbstractContextManager[None]:
         """Hold a slot for an audit, which has a target compute a session again. Raise Overloaded."""
-        return self._slot(self._audits, principal)
+        return self._slot(self._audits, principal, in_debt=False)
 
     @contextmanager
-    def _slot(self, admission: Admission, principal: Principal) -> Iterator[None]:
+    def _slot(self, admission: Admission, principal: Principal, *, in_debt: bool) -> Iterator[None]:
+        if not in_debt:
+            self._budgets.check(principal)
         slot = admission.enter(principal, self._clock.now_ns())
         try:
             yield
@@ -293,9 +304,28 @@ class Streams:
             "read", lambda: self._store.read(session_id, principal.name), until_ns, self._clock
         )
 
+    def charge_read(self, stored: StoredSession, principal: Principal) -> None:
+        """Charge the output tokens of a session that was read, but not for `answer_of` or a Resume."""
+        self._budgets.add(principal, stored.prompt_len - len(stored.tokens))
+
+    @contextmanager
+    def _charged_if_refused(self, principal: Principal) -> Iterator[list[StoredSession]]:
+        """Charge the output of the sessions that the block puts into the list, if it raises."""
+        read: list[StoredSession] = []
+        try:
+            yield read
+        except GalleyError:
+            for stored in read:
+                self.charge_read(stored, principal)
+            raise
+
     async def spec_of(self, stored: StoredSession) -> SessionSpec:
         """Return the request of a session that was read. Raise LogLost."""
         return await self._replays.spec_of(stored)
+
+    async def output_hash(self, stored: StoredSession, length: int) -> bytes:
+        """Return the content address of the first `length` output tokens of a session that was read."""
+        return await self._replays.output_hash(stored, length)
 
     async def answer_of(self, stored: StoredSession, principal: Principal) -> tuple[Answer, Ending | None]:
         """Return the answer of a session that was read, and its end. Charge its replay.
@@ -326,7 +356,8 @@ class Streams:
     def _charge_outputs(self, read: Sequence[StoredSession], principal: Principal) -> None:
         """Charge the output tokens that are read again, before they are read. Raise Overloaded."""
         self._budgets.check(principal)
-        self._budgets.add(principal, sum(one.prompt_len - len(one.tokens) for one in read))
+        for stored in read:
+            self.charge_read(stored, principal)
 
     def charge_audit(self, stored: StoredSession, principal: Principal) -> None:
         """Charge the tokens that an audit has a target read. Raise Overloaded."""
@@ -361,7 +392,7 @@ class Streams:
             await end(session_id, principal.name, latest_ms=time.latest_ms(until_ns))
 
         # A slot of its own kind: a principal that has no stream slot left must still be able to end sessions.
-        with self._slot(self._aborts, principal):
+        with self._slot(self._aborts, principal, in_debt=True):
             try:
                 await self._change(operation, session_id, change, until_ns)
             except (

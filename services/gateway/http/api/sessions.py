@@ -13,7 +13,7 @@ from starlette.types import Send
 
 from galley.core.answer.answer import SessionSpec
 from galley.core.audit import difference_fields
-from galley.core.errors import UnknownSession
+from galley.core.errors import InvalidField, UnknownSession
 from galley.core.store import StoredSession
 from services.gateway.auth.authentication import caller
 from services.gateway.http.api.answers import StreamedAnswers
@@ -48,7 +48,11 @@ class Sessions:
         with self._generation.streams.admit_read(caller()):
             stored = await self._generation.read(session_id, call)
         form = stored_format(stored.fields)
-        positions = parse_event_id(last, form.choices)
+        try:
+            positions = parse_event_id(last, form.choices)
+        except InvalidField:
+            self._generation.streams.charge_read(stored, caller())
+            raise
 
         async def run(reader: Reader) -> None:
             await self._runner.resume(session_id, form, positions, call, since_ns, reader)
@@ -100,7 +104,7 @@ class Sessions:
     async def abort(self, session_id: str, request: HttpRequest) -> Response:
         """End a session permanently, with all of its choices."""
         call = request.scope[CALL]
-        with self._generation.streams.admit_read(caller()):
+        with self._generation.streams.admit_read(caller(), to_end=True):
             stored = await self._generation.read(session_id, call)
         for index in range(stored_format(stored.fields).choices):
             with suppress(UnknownSession):

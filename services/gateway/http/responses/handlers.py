@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -20,7 +21,7 @@ from services.gateway.generation import ServedModel
 from services.gateway.http.api.answers import CollectedAnswers, StreamedAnswers, idempotency_key
 from services.gateway.http.api.choices import Choice, ChoiceRunner, Reader
 from services.gateway.http.api.format import Format, stored_format
-from services.gateway.http.api.positions import START
+from services.gateway.http.api.positions import START, Position
 from services.gateway.http.api.schemas import check_parameters
 from services.gateway.http.responses.objects import PREFIX, ResponseObjects, input_items
 from services.gateway.http.responses.parts import place_after, response_stream
@@ -89,14 +90,10 @@ class Responses:
             return await self._response(*await self._read(response_id, call))
         with self._generation.streams.admit_read(caller()):
             stored, record = await self._read(response_id, call)
-        output = stored.tokens[stored.prompt_len :]
         form, session_id = stored_format(stored.fields), stored.ownership.session_id
         position = START
         if starting_after is not None:
-            find = place_after if form.has_parts else position_after
-            spec = await self._generation.streams.spec_of(stored)
-            most = spec.max_position - stored.prompt_len
-            after = find(starting_after, output, most, has_ended=stored.state == "finished")
+            after = await self._position_after(starting_after, stored, has_parts=form.has_parts)
             if after is None:
                 return Response(status_code=204)
             position = after
@@ -112,7 +109,7 @@ class Responses:
     async def cancel(self, response_id: str, request: HttpRequest) -> Response:
         """End a response permanently; one that has ended stays as it is."""
         call = request.scope[CALL]
-        self._generation.admit_reading_call(call)
+        self._generation.admit_reading_call(call, to_end=True)
         stored, _ = await self._read(response_id, call)
         await self._generation.abort(stored.ownership.session_id, call)
         return await self._response(*await self._read(response_id, call))
@@ -120,7 +117,7 @@ class Responses:
     async def delete(self, response_id: str, request: HttpRequest) -> Response:
         """Remove a stored response; one that is in progress ends."""
         call = request.scope[CALL]
-        with self._generation.streams.admit_read(caller()):
+        with self._generation.streams.admit_read(caller(), to_end=True):
             try:
                 stored, _ = await self._read(response_id, call)
             except (Refused, LogLost) as error:  # it may have expired; a damaged one is the caller's
@@ -142,6 +139,7 @@ class Responses:
         call = request.scope[CALL]
         self._generation.admit_reading_call(call)
         stored, record = await self._read(response_id, call)
+        self._generation.streams.charge_read(stored, caller())
         await asyncio.sleep(0)
         turns = record.read_turns()
         await asyncio.sleep(0)
@@ -159,6 +157,22 @@ class Responses:
         content = await json_text(listed, self._generation.model.turn)
         return Response(content, media_type="application/json")
 
+    async def _position_after(
+        self, number: int, stored: StoredSession, *, has_parts: bool
+    ) -> Position | None:
+        """Return the place after the event of a sequence number; None after the last one.
+
+        Charge the output that is read for it. Raise InvalidField or LogLost.
+        """
+        streams, length = self._generation.streams, len(stored.tokens) - stored.prompt_len
+        streams.charge_read(stored, caller())
+        find = place_after if has_parts else position_after
+        most = (await streams.spec_of(stored)).max_position - stored.prompt_len
+        position = find(number, length, most, has_ended=stored.state == "finished")
+        if position is None or not 0 < position.index <= length:
+            return position
+        return replace(position, seen_hash=await streams.output_hash(stored, position.index))
+
     async def _former(self, response_id: str, call: HttpCall) -> Sequence[Turn]:
         """Return the turns of a stored response with its answer. Raise Refused or InvalidField."""
         name = "previous_response_id"
@@ -173,6 +187,7 @@ class Responses:
                     name,
                 ) from None
             if stored.state != "finished":
+                self._generation.streams.charge_read(stored, caller())
                 raise InvalidField(name, "must be a response that has ended")
             answer, ending = await self._generation.streams.answer_of(stored, caller())
             objects = self._objects(record, stored, answer, ending)
@@ -191,6 +206,7 @@ class Responses:
             raise missing from None
         record = stored_record(stored.fields)
         if record is None or record.turns is None:
+            self._generation.streams.charge_read(stored, caller())
             raise missing
         return stored, record
 

@@ -19,7 +19,7 @@ from galley.core.errors import InvalidField
 from services.gateway.generation import ServedModel
 from services.gateway.http.api.choices import Choice
 from services.gateway.http.api.format import Format
-from services.gateway.http.api.positions import DONE, Position, position_before
+from services.gateway.http.api.positions import DONE, Position
 from services.gateway.http.api.stream import EventWriter
 from services.gateway.http.responses.items import Event, PartsReader
 from services.gateway.http.responses.record import Record
@@ -164,19 +164,19 @@ def _number_of(at: Position) -> int:
     return _OPENING + at.index * _SLOTS + min(at.step, _SLOTS) - 1
 
 
-def place_after(number: int, output: Sequence[int], most: int, *, has_ended: bool) -> Position | None:
+def place_after(number: int, length: int, most: int, *, has_ended: bool) -> Position | None:
     """Return the place after the event of a sequence number; None after the last one. Raise InvalidField.
 
-    Unless it has ended, the answer can have `most` tokens.
+    It has no hash. The answer has `length` tokens, and can have `most` unless it has ended.
     """
     if number < _OPENING:
         return Position(step=1) if number == 0 else Position(has_begun=True)
     index, step = divmod(number - _OPENING, _SLOTS)
-    if has_ended and index == len(output) + 1:
+    if has_ended and index == length + 1:
         return None
-    if index > (len(output) if has_ended else most):
+    if index > (length if has_ended else most):
         raise InvalidField("starting_after", f"must be the number of an event of this response, got {number}")
-    return replace(position_before(index, output), step=step + 1)
+    return Position(index, has_begun=True, step=step + 1)
 
 
 def response_stream(

@@ -21,7 +21,7 @@ from services.gateway.generation import ServedModel
 from services.gateway.http.api.choices import Choice
 from services.gateway.http.api.format import Format
 from services.gateway.http.api.logprobs import chat_logprobs
-from services.gateway.http.api.positions import DONE, Position, position_before
+from services.gateway.http.api.positions import DONE, Position
 from services.gateway.http.api.stream import EventWriter
 from services.gateway.http.responses.objects import ResponseObjects
 from services.gateway.http.responses.record import Record
@@ -151,20 +151,20 @@ class ResponseStream(ResponseEvents):
             await self.write(event, more=count < len(events))
 
 
-def position_after(number: int, output: Sequence[int], most: int, *, has_ended: bool) -> Position | None:
+def position_after(number: int, length: int, most: int, *, has_ended: bool) -> Position | None:
     """Return the place after the event of a sequence number; None after the last one. Raise InvalidField.
 
-    Unless it has ended, the answer can have `most` tokens.
+    It has no hash. The answer has `length` tokens, and can have `most` unless it has ended.
     """
     if number < _LAST_OPENING:
         return Position(step=number + 1)
     index = number - _LAST_OPENING
-    step = max(index - len(output), 0) if has_ended else 0
+    step = max(index - length, 0) if has_ended else 0
     if step > 4 or index - step > most:
         raise InvalidField("starting_after", f"must be the number of an event of this response, got {number}")
     if step == 4:
         return None
-    return replace(position_before(index - step, output), has_ended=step > 0, step=step)
+    return Position(index - step, has_begun=True, has_ended=step > 0, step=step)
 
 
 def _written(

@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from galley.client.errors import GalleyRpcError
 from galley.client.options import Speculation
 from galley.common.tls import files
+from galley.core.content import HASH_BYTES
 from services.gateway.auth import authentication
 from services.gateway.versions import keeper
 from tests.fakes.log_lines import logged
@@ -340,6 +341,30 @@ async def test_a_caller_in_debt_can_end_its_sessions_but_not_resume_them(
     assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "no token budget left" in error.message
     await alice.client.abort(stream.session_id)
+
+
+@pytest.mark.parametrize(
+    ("index", "seen_hash", "code"),
+    [
+        (1, b"x" * HASH_BYTES, grpc.StatusCode.DATA_LOSS),
+        (101, b"", grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+)
+@pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 2200")])
+async def test_a_resume_that_its_session_refuses_costs_the_tokens_that_were_read(
+    alice: Gateway, index: int, seen_hash: bytes, code: grpc.StatusCode
+) -> None:
+    stream = alice.generate(max_tokens=100)
+    must_be_true(await receive(stream), 100)
+    await alice.idle()
+    for _ in range(20):
+        error = await refused(receive(alice.client.resume(stream.session_id, index, seen_hash=seen_hash)))
+        assert error.code is code
+    await alice.idle()
+    left = 2200 - len(PROMPT_TOKENS) - 100 - 20 * 100
+    error = await refused(receive(alice.generate(max_tokens=left + 1)))
+    assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    must_be_true(await receive(alice.generate(max_tokens=left)), left)
 
 
 @pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 100")])
