@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from functools import partial
 from itertools import count
 
 from pydantic import Field
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from galley.common.wire.codec import check_token_ids
 from galley.core.errors import InvalidField
@@ -23,6 +24,8 @@ from services.gateway.http.transport.encoding import list_json, to_json
 from services.gateway.request.validate import PromptRefused, adapter_of, parse_prompt
 
 _PIECE_IDS = 8192
+_PIECE_CHARS = 64 * 1024
+"""Characters of a text that are encoded in a slice: in 0.5 ms or less."""
 
 
 class TokenizeRequest(Open):
@@ -90,8 +93,22 @@ class Tokens:
             await asyncio.sleep(0)
         with self._generation.streams.admit(caller()) as slot:
             self._generation.streams.charge(slot, len(body.tokens))
-            text = await asyncio.to_thread(model.tokenizer.decode, body.tokens)
-        return Response(to_json({"prompt": text}), headers=headers, media_type="application/json")
+            text = await self._generation.prompt_threads.run(
+                slot.principal.name, partial(model.tokenizer.decode, body.tokens)
+            )
+        content = _prompt_json(text, model.turn)
+        return StreamingResponse(content, headers=headers, media_type="application/json")
+
+
+async def _prompt_json(text: str, turn: asyncio.Lock) -> AsyncIterator[bytes]:
+    """Yield the JSON of a response with the text, a slice at a time: all of a long text takes too long."""
+    yield b'{"prompt":"'
+    for at in range(0, len(text), _PIECE_CHARS):
+        async with turn:
+            piece = to_json(text[at : at + _PIECE_CHARS])[1:-1]
+            await asyncio.sleep(0)
+        yield piece
+    yield b'"}'
 
 
 def _prompt_of(body: TokenizeRequest) -> tuple[pb.GenerateRequest, ToolUse | None]:

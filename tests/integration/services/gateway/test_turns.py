@@ -29,6 +29,8 @@ from tests.fakes.world import ID_SECRET, World
 
 CONTEXT, VOCAB = MOST_IDS, 1 << 17
 MIB = 1 << 20
+LONG_TOKEN = 'é "a token that is as long as the longest runs of spaces of vocabularies"'
+LONG_TOKEN_ID = 259
 IDS = [1000 + index % (VOCAB - 1000) for index in range(CONTEXT - 100)]
 TEXT = "The quick brown fox. " * (CONTEXT // 21 - 20)
 PREDICTION = pb.Prediction(token_ids=pb.TokenIds(ids=IDS[: CONTEXT // 2]))
@@ -89,6 +91,10 @@ class Calls:
         response = await self.http.post(path, body)
         assert response.status_code == status, response.text[:500]
         return str(response.headers.get("x-galley-session-id", ""))
+
+    async def detokenize_long_tokens(self) -> None:
+        response = await self.http.post("/detokenize", {"tokens": [LONG_TOKEN_ID] * len(IDS)})
+        assert response.json() == {"prompt": LONG_TOKEN * len(IDS)}
 
     async def send(self, path: str, body: bytes, status: int = 200) -> None:
         """Post a body as it is."""
@@ -191,6 +197,7 @@ CASES: dict[str, Callable[[Calls], Awaitable[object]]] = {
     ),
     "http: tokenize": lambda on: on.post("/tokenize", {"prompt": TEXT, "return_token_strs": True}),
     "http: detokenize": lambda on: on.post("/detokenize", {"tokens": IDS}),
+    "http: detokenize to a long text": lambda on: on.detokenize_long_tokens(),
     "http: response of a long text": lambda on: on.post(
         "/v1/responses", {"input": TEXT, "max_output_tokens": 4}
     ),
@@ -271,7 +278,7 @@ def credit() -> int:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tokenizer")
-    tokenizer_files.write(directory, tokenizer_files.TOOLS_TEMPLATE)
+    tokenizer_files.write(directory, tokenizer_files.TOOLS_TEMPLATE, added=[LONG_TOKEN])
     return directory
 
 
