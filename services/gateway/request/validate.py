@@ -59,7 +59,7 @@ class PromptTokenizer(Protocol):
 
 
 class PromptRefused(InvalidField):
-    """A prompt of `tokens` tokens that is too long, alone or with the requested output."""
+    """A prompt or prediction that is too long, alone or with the output, after `tokens` tokens were made."""
 
     def __init__(self, field: str, problem: str, tokens: int) -> None:
         super().__init__(field, problem)
@@ -127,9 +127,9 @@ def parse_generate(
 ) -> SessionSpec:
     """Return the session that `request` describes, without id, arrival and tenant salt.
 
-    All of the request is checked, cheap things first; its prompt is tokenized last. `draw_seed` gives the
-    seed, in [0, 2**64), of a request that brings none. Raise InvalidField, and PromptRefused once the
-    prompt was tokenized; GrammarsUnavailable if no target decodes by its grammar.
+    All of the request is checked, cheap things first; its prompt is tokenized last, and then its prediction.
+    `draw_seed` gives the seed, in [0, 2**64), of a request that brings none. Raise InvalidField, and
+    PromptRefused once the prompt was tokenized; GrammarsUnavailable if no target decodes by its grammar.
     """
     _check_fixed(request)
     lora = _lora(request, model)
@@ -142,13 +142,14 @@ def parse_generate(
     _check_labels(request, limits)
     _check_asked_length(request, model.context_window)
     grammar = _grammar(request, model)
-    prediction = parse_prediction(request.prediction, limits, tokenizer, model)
+    _check_prediction(request.prediction, limits, model)
     prompt = parse_prompt(request, limits, tokenizer, model)
     if grammar is not None and grammar.after_token is None:
         is_chat = request.WhichOneof("input") == "messages"
         opening, after = tokenizer.tokens_of_reasoning(prompt, is_chat=is_chat)
         grammar = replace(grammar, opening_token=opening, after_token=after)
     max_tokens = _max_tokens(request, len(prompt), limits, model.context_window)
+    prediction = _prediction(request.prediction, len(prompt), tokenizer, model)
     own_ends = () if request.ignore_eos else model.eos_token_ids
     return SessionSpec(
         session_id="",
@@ -360,25 +361,27 @@ def parse_prompt(
     return tuple(prompt)
 
 
-def parse_prediction(
-    prediction: pb.Prediction, limits: Limits, tokenizer: PromptTokenizer, model: Model
-) -> tuple[int, ...]:
-    """Return the token ids of the predicted output, none if nothing is predicted.
+def _check_prediction(prediction: pb.Prediction, limits: Limits, model: Model) -> None:
+    """Check the predicted output as far as possible before anything is tokenized."""
+    ids = prediction.token_ids.ids
+    check_length("prediction.token_ids.ids", ids, model.context_window - 1)
+    check_token_ids("prediction.token_ids.ids", ids, model.vocab_size)
+    check_length("prediction.text", prediction.text.encode(), limits.max_text_bytes, "bytes")
 
-    Raise InvalidField, or PromptRefused once its text was tokenized.
-    """
+
+def _prediction(
+    prediction: pb.Prediction, prompt_len: int, tokenizer: PromptTokenizer, model: Model
+) -> tuple[int, ...]:
+    """Return the token ids of the predicted output, none if nothing is predicted. Raise PromptRefused."""
+    if not prediction.text:
+        return tuple(prediction.token_ids.ids)
     most = model.context_window - 1
     try:
-        if prediction.WhichOneof("content") == "token_ids":
-            ids = prediction.token_ids.ids
-            check_length("prediction.token_ids.ids", ids, most)
-            check_token_ids("prediction.token_ids.ids", ids, model.vocab_size)
-            return tuple(ids)
-        check_length("prediction.text", prediction.text.encode(), limits.max_text_bytes, "bytes")
-        return tuple(tokenizer.encode_output(prediction.text, most)) if prediction.text else ()
+        return tuple(tokenizer.encode_output(prediction.text, most))
     except TooManyTokens as error:
         problem = f"must have at most {most} tokens (context window: {model.context_window})"
-        raise PromptRefused("prediction.text", f"{problem}, got {error.tokens}", error.tokens) from None
+        tokens = prompt_len + error.tokens
+        raise PromptRefused("prediction.text", f"{problem}, got {error.tokens}", tokens) from None
 
 
 def _text_prompt(text: str, limits: Limits, tokenizer: PromptTokenizer, most_tokens: int) -> Sequence[int]:

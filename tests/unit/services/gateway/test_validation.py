@@ -339,7 +339,8 @@ def test_a_bad_field_is_named_with_its_bound(fields: dict[str, Any], field: str,
         parse_generate(request(**fields), LIMITS, tokenizer, MODEL, lambda: SEED)
     assert caught.value.field == field
     assert bound in caught.value.problem
-    assert tokenizer.calls == (1 if bound in NEEDS_THE_PROMPT else 0)
+    texts = 2 if field == "prediction.text" else 1  # a prediction comes after its prompt
+    assert tokenizer.calls == (texts if bound in NEEDS_THE_PROMPT else 0)
 
 
 def test_no_input_at_all() -> None:
@@ -380,13 +381,30 @@ def test_a_model_without_grammars_refuses_them(tokenizer: str, ends: list[int], 
         ("token_ids", 64, {"token_ids": {"ids": [1] * 64}}),
         ("max_tokens", 60, {"text": "a" * 60, "max_tokens": 5}),
         ("min_tokens", 60, {"text": "a" * 60, "min_tokens": 5}),
-        ("prediction.text", 64, prediction(text="a" * 64)),
+        ("max_tokens", 60, {"text": "a" * 60, "max_tokens": 5, **prediction(text="a" * 50)}),
+        ("prediction.text", 3 + 64, prediction(text="a" * 64)),
     ],
 )
 def test_a_prompt_that_is_refused_tells_its_tokens(field: str, tokens: int, fields: dict[str, Any]) -> None:
     with pytest.raises(PromptRefused) as caught:
         parse(**fields)
     assert (caught.value.field, caught.value.tokens) == (field, tokens)
+
+
+@pytest.mark.parametrize(
+    ("calls", "fields"),
+    [
+        (0, {"text": ""}),
+        (0, {"text": "a" * 201}),
+        (0, {"token_ids": {"ids": [300]}}),
+        (1, {"text": "a" * 60, "max_tokens": 5}),
+    ],
+)
+def test_a_prediction_is_tokenized_after_all_checks(calls: int, fields: dict[str, Any]) -> None:
+    tokenizer = Bytes()
+    with pytest.raises(InvalidField):
+        parse_generate(request(**prediction(text="a" * 50), **fields), LIMITS, tokenizer, MODEL, lambda: SEED)
+    assert tokenizer.calls == calls
 
 
 def test_a_text_that_comes_to_no_token() -> None:
