@@ -110,7 +110,7 @@ class Cluster:
             "redis_asyncio.Redis", redis_asyncio.RedisCluster.from_url(f"redis://{self.masters[0].address}")
         )
 
-    async def command(self, *command: str) -> Any:
+    async def command(self, *command: str | bytes) -> Any:
         async with self.raw() as client:
             return await client.execute_command(*command)  # type: ignore[no-untyped-call]  # is untyped
 

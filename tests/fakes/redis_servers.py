@@ -58,7 +58,7 @@ class Server:
     def raw(self) -> redis_asyncio.Redis:
         return redis_asyncio.Redis.from_url(self.url)
 
-    async def command(self, *command: str) -> Any:
+    async def command(self, *command: str | bytes) -> Any:
         async with self.raw() as client:
             return await client.execute_command(*command)  # type: ignore[no-untyped-call]  # is untyped
 

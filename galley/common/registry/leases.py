@@ -87,12 +87,15 @@ redis.call('SREM', KEYS[1], string.sub(KEYS[2], #KEYS[1] + 2))
 return 1
 """)
 
-# KEYS: set, then the hash of each member. Returns the hashes; removes members whose lease has ended.
+# KEYS: set, then the hash of each member. Returns the hashes; removes members whose lease has ended, or whose
+# key holds something else.
 _READ = script_of("""
 local facts = {}
 for at = 2, #KEYS do
-  local held = redis.call('HGETALL', KEYS[at])
-  if #held == 0 then
+  local held = redis.pcall('HGETALL', KEYS[at])
+  local is_other = held.err and string.find(held.err, 'WRONGTYPE')
+  if held.err and not is_other then return held end
+  if is_other or #held == 0 then
     redis.call('SREM', KEYS[1], string.sub(KEYS[at], #KEYS[1] + 2))
   else
     facts[#facts + 1] = held
@@ -166,10 +169,14 @@ class ReplicaRegistry:
     async def read(self, pool: LeasePool[LeaseT]) -> list[LeaseT]:
         """Return the leases that have not expired, in the order of their addresses."""
         index = self._set(pool)
-        members = cast("set[bytes]", await self._calls.command("SMEMBERS", index, key=index))
-        if not members:
+        keys = []
+        for member in sorted(cast("set[bytes]", await self._calls.command("SMEMBERS", index, key=index))):
+            try:
+                keys.append(self._hash(pool, member.decode()))
+            except UnicodeDecodeError:  # no replica added it
+                await self._calls.command("SREM", index, member, key=index)
+        if not keys:
             return []
-        keys = [self._hash(pool, member.decode()) for member in sorted(members)]
         found = cast("list[list[bytes]]", await self._calls.run(_READ, (index, *keys)))
         return [lease for flat in found if (lease := _lease(pool, flat)) is not None]
 
@@ -235,14 +242,12 @@ def _written(value: object) -> str:
 
 def _lease(pool: LeasePool[LeaseT], flat: list[bytes]) -> LeaseT | None:
     """Decode a lease; log and return None for one that another release wrote and this one cannot read."""
-    values = dict(zip((name.decode() for name in flat[::2]), flat[1::2], strict=True))
-    types = {item.name: item.type for item in fields(pool.lease)}
+    values = dict(zip(flat[::2], flat[1::2], strict=True))
+    types = {item.name: item.type for item in fields(pool.lease) if item.name.encode() in values}
     try:
-        return pool.lease(
-            **{name: _read(types[name], value) for name, value in values.items() if name in types}
-        )
+        return pool.lease(**{name: _read(kind, values[name.encode()]) for name, kind in types.items()})
     except (TypeError, ValueError) as error:
-        _LOG.warning("lease unreadable", address=values.get("address"), error=str(error))
+        _LOG.warning("lease unreadable", address=values.get(b"address"), error=str(error))
         return None
 
 

@@ -223,6 +223,25 @@ async def test_unreadable_leases_are_skipped(server: Server | Cluster, registry:
     assert [it.address for it in await registry.read(POOL)] == ["good:1"]
 
 
+async def test_members_that_are_no_replicas_are_removed(
+    server: Server | Cluster, registry: ReplicaRegistry
+) -> None:
+    await registry.publish(POOL, lease("good:1"))
+    index = "galley:replicas:{default}:target"
+    await server.command("SADD", index, b"\xff", "good:1:born", "gone:1")
+    for _ in range(2):
+        assert [it.address for it in await registry.read(POOL)] == ["good:1"]
+        assert await server.command("SMEMBERS", index) == {b"good:1"}
+
+
+async def test_a_field_whose_name_is_no_text_is_ignored(
+    server: Server | Cluster, registry: ReplicaRegistry
+) -> None:
+    await registry.publish(POOL, lease("good:1"))
+    await server.command("HSET", "galley:replicas:{default}:target:good:1", b"\xff", "1")
+    assert [it.address for it in await registry.read(POOL)] == ["good:1"]
+
+
 async def test_prefixes_are_bounded() -> None:
     many = [n.to_bytes(16, "little") for n in range(2 * MAX_CACHED_PREFIXES)]
     assert target_lease("a:1", info(), many).cached_prefixes == frozenset(many[:MAX_CACHED_PREFIXES])
