@@ -26,8 +26,16 @@ class FairThreads:
         self._executor = executor
         self._turns: WeakValueDictionary[str | bytes, asyncio.Semaphore] = WeakValueDictionary()
 
-    async def run(self, caller: str | bytes, work: Callable[[], T]) -> T:
-        """Return `work()`, called in a thread. Raise what it raises; a panic of native code is Broken."""
+    async def run(
+        self,
+        caller: str | bytes,
+        work: Callable[[], T],
+        abandoned: Callable[[asyncio.Future[T]], object] | None = None,
+    ) -> T:
+        """Return `work()`, called in a thread. Raise what it raises; a panic of native code is Broken.
+
+        If the call is cancelled while a thread works, `abandoned` is called with what comes of the work.
+        """
         turn = self._turns.setdefault(caller, asyncio.Semaphore())
         await turn.acquire()
         loop, contained = asyncio.get_running_loop(), partial(_contain_panic, work)
@@ -40,7 +48,12 @@ class FairThreads:
 
         working.add_done_callback(end)
         # The thread goes on when its call is cancelled, and so does the caller's turn.
-        return await asyncio.shield(working)
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            if abandoned is not None:
+                working.add_done_callback(abandoned)
+            raise
 
 
 def _contain_panic(work: Callable[[], T]) -> T:

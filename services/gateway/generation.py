@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from structlog.contextvars import bind_contextvars
 
@@ -54,6 +54,7 @@ from services.gateway.telemetry.observer import RequestObserver, RequestObserver
 if TYPE_CHECKING:
     from galley.common.models.tokenizer import Tokenizer
 
+_T = TypeVar("_T")
 _SEED_BITS = 52
 """Bits of a drawn seed: as a double, which JavaScript reads, it and those of further choices are the same."""
 SHORT_BYTES = 1024
@@ -253,15 +254,48 @@ class Generation:
         """Reserve the most output tokens of each request. Raise Overloaded or StoreUnavailable."""
         await self.streams.reserve(slots, [*map(self._max_output_tokens, requests)], deadline_ns)
 
-    async def check(self, request: pb.GenerateRequest, slot: AdmissionSlot) -> Request:
-        """Return the checked request, tokenized. Raise InvalidField, Unimplemented or GrammarsUnavailable.
+    async def check_all(
+        self, requests: Sequence[pb.GenerateRequest], slots: Sequence[AdmissionSlot]
+    ) -> list[Request]:
+        """Return the checked requests of a call, each with its slot. Raise as `check` does.
 
-        Charge the slot for a prompt that is refused after it was tokenized.
+        If a request is refused, charge those before it, too.
         """
+        checked: list[Request] = []
         try:
-            if _is_short(request):
-                return self._check(request)
-            return await self.prompt_threads.run(slot.principal.name, partial(self._check, request))
+            for request, slot in zip(requests, slots, strict=True):
+                checked.append(await self.check(request, slot))
+        except BaseException:  # also if the client leaves
+            self.streams.charge(slots[0], sum(map(_tokens_of, checked)))
+            raise
+        return checked
+
+    async def check(self, request: pb.GenerateRequest, slot: AdmissionSlot) -> Request:
+        """Return the checked request, tokenized. Raise InvalidField, Unimplemented or GrammarsUnavailable."""
+        work = partial(self._check, request)
+        return await self.tokenize(work, _tokens_of, slot, in_thread=not _is_short(request))
+
+    async def tokenize(
+        self, work: Callable[[], _T], tokens_of: Callable[[_T], int], slot: AdmissionSlot, *, in_thread: bool
+    ) -> _T:
+        """Return `work()`, which tokenizes a prompt, in a thread if it may take long. Raise what it raises.
+
+        Charge the slot for a prompt that is refused, or whose client leaves, after it was tokenized.
+        """
+
+        def abandoned(done: asyncio.Future[_T]) -> None:
+            if done.cancelled():  # the gateway stops
+                return
+            error = done.exception()
+            if error is None:
+                self.streams.charge(slot, tokens_of(done.result()))
+            elif isinstance(error, PromptRefused):
+                self.streams.charge(slot, error.tokens)
+
+        try:
+            if not in_thread:
+                return work()
+            return await self.prompt_threads.run(slot.principal.name, work, abandoned)
         except PromptRefused as error:
             self.streams.charge(slot, error.tokens)
             raise
@@ -341,6 +375,11 @@ def _attempt_of(call: ClientCall) -> Attempt | None:
         return None if text is None else Attempt.parse(text)
     except ValueError as error:
         raise InvalidField(ATTEMPT_KEY, str(error)) from None
+
+
+def _tokens_of(request: Request) -> int:
+    """Return how many tokens a request is charged for when its session starts."""
+    return len(request.spec.prompt) + len(request.spec.prediction)
 
 
 def _is_short(request: pb.GenerateRequest) -> bool:

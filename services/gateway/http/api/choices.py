@@ -108,9 +108,7 @@ class ChoiceRunner:
             each = [requests[index // form.n] for index in range(len(slots))]
             await generation.reserve(each, slots, deadline_ns)
             stored = await complete()
-            checked = [
-                await generation.check(one, slots[index * form.n]) for index, one in enumerate(requests)
-            ]
+            checked = await generation.check_all(requests, slots[:: form.n])
             body_hash = form.body_hash(b"".join(one.body_hash for one in checked), stored)
             keyed = replace(checked[0], body_hash=body_hash)
             fields = {**form.stored, **stored}

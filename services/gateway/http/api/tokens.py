@@ -21,7 +21,7 @@ from services.gateway.http.parameters.parts import Few, Open
 from services.gateway.http.parameters.tools import Tools
 from services.gateway.http.tools.requests import ToolUse, tool_use
 from services.gateway.http.transport.encoding import list_json, to_json
-from services.gateway.request.validate import PromptRefused, adapter_of, parse_prompt
+from services.gateway.request.validate import adapter_of, parse_prompt
 
 _PIECE_IDS = 8192
 _PIECE_CHARS = 64 * 1024
@@ -61,14 +61,8 @@ class Tokens:
         with self._generation.streams.admit(caller()) as slot:
             if tools is not None:
                 await tools.add_to(request, model.turn)
-            try:
-                ids = await self._generation.prompt_threads.run(
-                    slot.principal.name,
-                    partial(parse_prompt, request, model.limits, model.tokenizer, model.request_model()),
-                )
-            except PromptRefused as error:
-                self._generation.streams.charge(slot, error.tokens)
-                raise
+            parse = partial(parse_prompt, request, model.limits, model.tokenizer, model.request_model())
+            ids = await self._generation.tokenize(parse, len, slot, in_thread=True)
             self._generation.streams.charge(slot, len(ids))
         head = to_json({"count": len(ids), "max_model_len": model.info.context_window})[:-1]
         texts = await list_json(ids, self._text, model.turn) if body.return_token_strs else b"null"

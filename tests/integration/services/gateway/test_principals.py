@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -16,8 +18,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from galley.client.errors import GalleyRpcError
 from galley.client.options import Speculation
 from galley.common.tls import files
+from galley.core.answer.answer import SessionSpec
 from galley.core.content import HASH_BYTES
 from services.gateway.auth import authentication
+from services.gateway.request.validate import parse_generate
 from services.gateway.versions import keeper
 from tests.fakes.log_lines import logged
 from tests.fakes.redis_servers import Server
@@ -365,6 +369,33 @@ async def test_a_resume_that_its_session_refuses_costs_the_tokens_that_were_read
     error = await refused(receive(alice.generate(max_tokens=left + 1)))
     assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     must_be_true(await receive(alice.generate(max_tokens=left)), left)
+
+
+@pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 3300")])
+async def test_a_prompt_costs_its_tokens_though_its_client_leaves_meanwhile(
+    alice: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def parse_later(*given: Any) -> SessionSpec:
+        began.set()
+        go_on.wait(PATIENCE_S)
+        return parse_generate(*given)
+
+    monkeypatch.setattr("services.gateway.generation.parse_generate", parse_later)
+    stream = alice.generate("x" * 2000)
+    asking = asyncio.create_task(receive(stream))
+    await asyncio.to_thread(began.wait, PATIENCE_S)
+    asking.cancel()
+    stream.cancel()
+    await alice.idle()
+    go_on.set()
+    await receive(alice.generate("x" * 1100, max_tokens=1))  # its turn comes after that of the first
+    await alice.idle()
+    left = 3300 - 2000 - 1101
+    error = await refused(receive(alice.generate("x", max_tokens=left + 1)))
+    assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert len((await receive(alice.generate("x", max_tokens=left))).tokens) == left
 
 
 @pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 100")])

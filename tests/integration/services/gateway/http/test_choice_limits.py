@@ -10,6 +10,7 @@ from uuid import uuid4
 import pytest
 
 from tests.fakes.http_client import BODY, Events, HttpClient, http_client
+from tests.fakes.truth import CONTEXT
 from tests.fakes.world import Gateway, World
 from tests.integration.services.gateway.callers import ALICE, BOB, KeyFile
 
@@ -81,6 +82,17 @@ async def test_a_full_budget_admits_all_answers_of_a_request(world: World) -> No
         await gateway.idle()
         refused = await client.post(COMPLETIONS, BODY)
         assert refused.status_code == 429, "the answers have used the budget up"
+
+
+async def test_prompts_before_one_that_is_refused_cost_their_tokens(world: World) -> None:
+    gateway = await limiting(world, BURST)
+    async with calling(gateway) as client:
+        body = BODY | {"prompt": ["x" * 10, "x" * 20], "max_tokens": CONTEXT - 15}
+        assert (await client.post(COMPLETIONS, body)).status_code == 400
+        await gateway.idle()
+        left = 60 - 10 - 20
+        assert (await client.post(COMPLETIONS, BODY | {"max_tokens": left + 1})).status_code == 429
+        await client.complete(max_tokens=left)
 
 
 async def test_what_answers_do_not_use_is_returned(world: World) -> None:
