@@ -84,17 +84,13 @@ class DraftStatistics:
     def record_recovery(self, weight: float, *, right: bool) -> None:
         self.recovery += weight * (right - self.recovery)
 
-    def record_late(self, weight: float) -> None:
-        self.nonempty_rate -= weight * self.nonempty_rate
+    def record_outcome(self, weight: float, *, nonempty: bool) -> None:
+        """Record whether a proposal had any token that was not confirmed before."""
+        self.nonempty_rate += weight * (nonempty - self.nonempty_rate)
 
-    def record_proposal(
-        self, received: int, unread: int, compute_ns: int, sessions: int, weight: float
-    ) -> None:
-        """Record a proposal of `received` tokens. If more were `unread`, its time measures reading."""
-        self.nonempty_rate += weight * ((received > 0) - self.nonempty_rate)
+    def record_time(self, received: int, unread: int, compute_ns: int, sessions: int, weight: float) -> None:
+        """Record the time of `received` tokens, one or more. If more were `unread`, it measures reading."""
         share = 1.0 / max(1, sessions)
-        if not received:
-            return
         if unread > received:
             if self.token_ns:
                 reading_ns = max(0.0, compute_ns - received * self.token_ns)

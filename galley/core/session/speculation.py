@@ -83,13 +83,21 @@ class Speculation:
         self._weighted = ((self.statistics, _SESSION), *((parent, _WORKLOAD) for parent in self._parents))
         self._right_in_a_row = 0
         self._paid_ns: float | None = None  # what the pending probe was expected to cost
+        # Tokens of the proposals since the last one with any: the draft may still have to read them.
+        self._sent_before = 0
 
     def record_proposal(
         self, received: int, unread: int, latency_ns: int, compute_ns: int, sessions: int
     ) -> None:
         """Record a proposal of `received` tokens, after reading `unread`, in steps of `sessions` sessions."""
+        unread += self._sent_before
+        # Part of a long reading may be in the time of earlier proposals.
+        is_measured = received > 0 and (unread <= received or not self._sent_before)
+        self._sent_before = 0 if received else unread
         for statistics, weight in self._weighted:
-            statistics.record_proposal(received, unread, compute_ns, sessions, weight)
+            statistics.record_outcome(weight, nonempty=received > 0)
+            if is_measured:
+                statistics.record_time(received, unread, compute_ns, sessions, weight)
         self.shared.record_proposal(latency_ns, compute_ns)
         if self._paid_ns is not None:
             _, overall = self._parents
@@ -99,7 +107,7 @@ class Speculation:
     def record_late(self) -> None:
         """Record a proposal that was given up because its tokens were confirmed before it came."""
         for statistics, weight in self._weighted:
-            statistics.record_late(weight)
+            statistics.record_outcome(weight, nonempty=False)
 
     def record_token(self, right: bool) -> None:
         """Record a proposed token, the likeliest for its position: right, or the first that was wrong."""

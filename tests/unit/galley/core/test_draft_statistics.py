@@ -50,24 +50,22 @@ def test_a_session_of_its_own_kind_has_weight() -> None:
 
 def test_proposals_measure_drafting_and_reading() -> None:
     statistics = DraftStatistics()
-    statistics.record_proposal(4, unread=1, compute_ns=8_000, sessions=2, weight=0.5)
+    statistics.record_time(4, unread=1, compute_ns=8_000, sessions=2, weight=0.5)
     assert (statistics.token_ns, statistics.share_ns, statistics.others_ns) == (2_000, 1_000, 250)
-    statistics.record_proposal(4, unread=4, compute_ns=16_000, sessions=2, weight=0.5)
+    statistics.record_time(4, unread=4, compute_ns=16_000, sessions=2, weight=0.5)
     assert (statistics.token_ns, statistics.share_ns, statistics.others_ns) == (3_000, 1_500, 625)
-    assert (statistics.read_ns, statistics.nonempty_rate) == (0, 1)
+    assert statistics.read_ns == 0
 
-    statistics.record_proposal(4, unread=10, compute_ns=42_000, sessions=2, weight=0.5)
+    statistics.record_time(4, unread=10, compute_ns=42_000, sessions=2, weight=0.5)
     assert statistics.read_ns == 1_500, "30,000 ns, of which half are the session's, for ten tokens"
-    statistics.record_proposal(4, unread=10, compute_ns=1_000, sessions=2, weight=0.5)
+    statistics.record_time(4, unread=10, compute_ns=1_000, sessions=2, weight=0.5)
     assert statistics.read_ns == 1_500 / 2**10, "each token has the weight"
-    statistics.record_proposal(0, unread=1, compute_ns=9_000, sessions=2, weight=0.5)
     assert (statistics.token_ns, statistics.share_ns, statistics.others_ns) == (3_000, 1_500, 625)
-    assert statistics.nonempty_rate == 0.5
 
 
 def test_reading_is_not_measured_before_drafting() -> None:
     statistics = DraftStatistics()
-    statistics.record_proposal(4, unread=10, compute_ns=42_000, sessions=1, weight=0.5)
+    statistics.record_time(4, unread=10, compute_ns=42_000, sessions=1, weight=0.5)
     assert (statistics.read_ns, statistics.token_ns, statistics.reading_ns) == (0, 0, 0)
 
 
@@ -78,10 +76,12 @@ def test_reading_is_estimated_until_it_is_measured() -> None:
     assert statistics.reading_ns == 70
 
 
-def test_a_late_proposal_counts_as_empty() -> None:
+def test_the_share_of_proposals_with_new_tokens_is_a_running_mean() -> None:
     statistics = DraftStatistics(nonempty_rate=0.8)
-    statistics.record_late(0.25)
+    statistics.record_outcome(0.25, nonempty=False)
     assert statistics.nonempty_rate == pytest.approx(0.6)
+    statistics.record_outcome(0.25, nonempty=True)
+    assert statistics.nonempty_rate == pytest.approx(0.7)
 
 
 def test_verdicts_measure_how_much_of_hints_is_verified() -> None:

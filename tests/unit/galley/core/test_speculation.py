@@ -152,6 +152,25 @@ def test_a_prompt_that_the_draft_has_to_read_costs() -> None:
         assert first(auto(8, here), unread=unread) == count
 
 
+def test_a_prompt_that_took_several_proposals_to_read_measures_no_drafting() -> None:
+    here, workload = shared()
+    speculation = auto(8, here)
+    speculation.record_proposal(0, 2400, 400 * MS, 400 * MS, 1)  # not read at the deadline
+    speculation.record_proposal(0, 1, MS, MS, 1)
+    speculation.record_proposal(4, 1, 100 * MS, 100 * MS, 1)  # 80 ms of them to read the rest
+    assert (workload.token_ns, workload.share_ns, workload.read_ns) == (0, 0, 0)
+    speculation.record_proposal(4, 1, 20 * MS, 20 * MS, 1)
+    assert (workload.token_ns, workload.share_ns, workload.read_ns) == (5 * MS, 5 * MS, 0)
+
+
+def test_a_proposal_without_tokens_for_few_does_not_keep_drafting_from_being_measured() -> None:
+    here, workload = shared()
+    speculation = auto(8, here)
+    speculation.record_proposal(0, 2, MS, MS, 1)
+    speculation.record_proposal(4, 2, 20 * MS, 20 * MS, 1)
+    assert workload.token_ns == 5 * MS
+
+
 def test_few_requests_are_made_before_a_step_is_measured() -> None:
     here, _ = shared()
     assert [first(auto(8, here)) for _ in range(6)] == [4, 4, 4, 4, 0, 0]
