@@ -262,6 +262,8 @@ class Drafting:
         pending, self.pending = self.pending, None
         self._misses = 0
         self._wrong_at = None
+        if pending is not None:
+            self._speculation.record_given_up()
         return pending
 
     def miss(self, event: CacheMissed, answer: Answer) -> PendingProposal | None:

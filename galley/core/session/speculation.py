@@ -85,6 +85,8 @@ class Speculation:
         self._paid_ns: float | None = None  # what the pending probe was expected to cost
         # Tokens of the proposals since the last one with any: the draft may still have to read them.
         self._sent_before = 0
+        # A proposal was given up since then: part of what counts as unread may have been read for it.
+        self._was_given_up = False
 
     def record_proposal(
         self, received: int, unread: int, latency_ns: int, compute_ns: int, sessions: int
@@ -92,8 +94,10 @@ class Speculation:
         """Record a proposal of `received` tokens, after reading `unread`, in steps of `sessions` sessions."""
         unread += self._sent_before
         # Part of a long reading may be in the time of earlier proposals.
-        is_measured = received > 0 and (unread <= received or not self._sent_before)
+        is_whole = not self._sent_before and not self._was_given_up
+        is_measured = received > 0 and (unread <= received or is_whole)
         self._sent_before = 0 if received else unread
+        self._was_given_up = self._was_given_up and not received
         for statistics, weight in self._weighted:
             statistics.record_outcome(weight, nonempty=received > 0)
             if is_measured:
@@ -103,6 +107,10 @@ class Speculation:
             _, overall = self._parents
             overall.budget_ns -= self._probe_ns(compute_ns / max(1, sessions)) - self._paid_ns
             self._paid_ns = None
+
+    def record_given_up(self) -> None:
+        """Record that the pending proposal was given up, or has failed."""
+        self._was_given_up = True
 
     def record_late(self) -> None:
         """Record a proposal that was given up because its tokens were confirmed before it came."""

@@ -26,6 +26,10 @@ class Observer:
     seen: list[bool] = field(default_factory=list)
     recoveries: list[bool] = field(default_factory=list)
     late: int = 0
+    given_up: int = 0
+
+    def record_given_up(self) -> None:
+        self.given_up += 1
 
     def record_late(self) -> None:
         self.late += 1
@@ -68,6 +72,7 @@ def test_a_wrong_token_ends_a_hint_and_the_request_after_it() -> None:
     assert given_up is not None
     assert (here.hint, here.pending, here.cache_len) == (None, None, 4)
     assert observer.seen == [True, False]
+    assert observer.given_up == 1
 
 
 def test_each_token_of_a_hint_is_recorded_once() -> None:

@@ -30,6 +30,10 @@ class Observer:
     seen: list[tuple[int, int | None]] = field(default_factory=list)
     chains: list[int] = field(default_factory=list)
     recoveries: list[bool] = field(default_factory=list)
+    given_up: int = 0
+
+    def record_given_up(self) -> None:
+        self.given_up += 1
 
     def record_token(self, right: bool) -> None:
         self.seen.append((1, 0 if right else None))

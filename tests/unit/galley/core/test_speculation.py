@@ -171,6 +171,24 @@ def test_a_proposal_without_tokens_for_few_does_not_keep_drafting_from_being_mea
     assert workload.token_ns == 5 * MS
 
 
+def test_a_prompt_that_was_being_read_for_a_proposal_that_was_given_up_measures_no_reading() -> None:
+    here, workload = shared(token_ns=5 * MS, read_ns=MS)
+    speculation = auto(8, here)
+    speculation.record_given_up()
+    speculation.record_proposal(4, 1004, 60 * MS, 60 * MS, 1)  # of 1,000 ms, most have passed
+    assert (workload.token_ns, workload.read_ns) == (5 * MS, MS)
+    speculation.record_proposal(4, 1000, 2020 * MS, 2020 * MS, 1)
+    assert workload.read_ns == pytest.approx(2 * MS, rel=0.001)
+
+
+def test_a_proposal_that_was_given_up_does_not_keep_drafting_from_being_measured() -> None:
+    here, workload = shared()
+    speculation = auto(8, here)
+    speculation.record_given_up()
+    speculation.record_proposal(4, 4, 20 * MS, 20 * MS, 1)
+    assert workload.token_ns == 5 * MS
+
+
 def test_few_requests_are_made_before_a_step_is_measured() -> None:
     here, _ = shared()
     assert [first(auto(8, here)) for _ in range(6)] == [4, 4, 4, 4, 0, 0]
