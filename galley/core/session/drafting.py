@@ -153,7 +153,7 @@ class Drafting:
         self.hint = joined(before, further)
         if before is None or self.hint.position != before.position:
             self.hint_since_ns = now
-        self.confirm(answer.tokens)
+        self.confirm(answer.tokens, now)
         return Received(len(received.draft_tokens), len(further.draft_tokens))
 
     def _beyond_hint(self, received: Hint, tokens: Sequence[int]) -> Hint:
@@ -177,7 +177,7 @@ class Drafting:
         rest = received.whole.below(path[-1]) if path and len(path) == len(known) else NOTHING
         return _hint_at(hint.end, rest)
 
-    def confirm(self, tokens: Sequence[int]) -> PendingProposal | None:
+    def confirm(self, tokens: Sequence[int], now: int) -> PendingProposal | None:
         """Advance the hint past the confirmed `tokens`; return the pending proposal if it is useless now.
 
         A proposal is useless if it can propose only tokens that are confirmed already, or if it continues
@@ -189,17 +189,17 @@ class Drafting:
             self._recovery = None
         if self.pending is not None and self.pending.position + self.pending.k <= len(tokens):
             self._speculation.record_late()
-            return self.give_up()
+            return self.give_up(now)
         hint = self.hint
         if hint is None:
             return None
         passed = len(tokens) - hint.position
         if hint.parents:
-            return self._follow(hint, tokens) if passed > 0 else None
+            return self._follow(hint, tokens, now) if passed > 0 else None
         agreeing = common_prefix_len(hint.draft_tokens, tokens[hint.position :])
         self._judge(hint, passed, range(agreeing))
         if agreeing < min(passed, len(hint.draft_tokens)):
-            return self._reject(hint, tokens, agreeing)
+            return self._reject(hint, tokens, agreeing, now)
         if passed > 0:
             self.hint = _advanced(hint, passed)
         return None
@@ -217,7 +217,7 @@ class Drafting:
                 rank = None if right is None else candidates.index(right)
                 self._speculation.record_candidates(len(candidates), rank)
 
-    def _follow(self, hint: Hint, tokens: Sequence[int]) -> PendingProposal | None:
+    def _follow(self, hint: Hint, tokens: Sequence[int], now: int) -> PendingProposal | None:
         """Keep the part of a tree below the confirmed tokens; return what `confirm` does."""
         passed = len(tokens) - hint.position
         path = hint.whole.follow(tokens[hint.position :])
@@ -229,7 +229,7 @@ class Drafting:
             if on_main == len(main):
                 self.hint = None
                 return None
-            return self._reject(_hint_at(hint.position, hint.whole.main), tokens, on_main)
+            return self._reject(_hint_at(hint.position, hint.whole.main), tokens, on_main, now)
         self.hint = _hint_at(len(tokens), rest)
         if on_main == passed:
             return None
@@ -238,9 +238,9 @@ class Drafting:
         self.cache_len = min(self.cache_len, left_at)
         self.is_exhausted = False
         continues = self.pending is not None and self.pending.position > left_at
-        return self.give_up() if continues else None
+        return self.give_up(now) if continues else None
 
-    def _reject(self, hint: Hint, tokens: Sequence[int], agreeing: int) -> PendingProposal | None:
+    def _reject(self, hint: Hint, tokens: Sequence[int], agreeing: int, now: int) -> PendingProposal | None:
         """Handle a rejected token, at index `agreeing` of the hint; return what `confirm` does."""
         wrong, passed = hint.position + agreeing, len(tokens) - hint.position
         self.cache_len = min(self.cache_len, wrong)
@@ -251,19 +251,19 @@ class Drafting:
         if left and not hint.is_local(passed):
             self._recovery = (len(tokens), left[0])
         if not left or not self._speculation.can_recover:
-            return self.give_up() if continues else None
+            return self.give_up(now) if continues else None
         self.hint = _advanced(hint, passed)
         if continues:
             self._wrong_at = wrong
         return None
 
-    def give_up(self) -> PendingProposal | None:
+    def give_up(self, now: int) -> PendingProposal | None:
         """Stop waiting for the pending proposal, and return it."""
         pending, self.pending = self.pending, None
         self._misses = 0
         self._wrong_at = None
         if pending is not None:
-            self._speculation.record_given_up()
+            self._speculation.record_given_up(now - pending.requested_ns)
         return pending
 
     def miss(self, event: CacheMissed, answer: Answer) -> PendingProposal | None:
@@ -277,7 +277,7 @@ class Drafting:
 
     def fail(self, now: int) -> None:
         """Take the failure of the pending request: drop the hint and cool down."""
-        self.give_up()
+        self.give_up(now)
         self.cache_len = 0
         self._cool_down(now)
 

@@ -197,7 +197,9 @@ class Session:
             if self.phase not in phases:
                 raise Broken(f"session: event {type(event).__name__} in phase {self.phase.name}")
             getattr(self, handler)(event, now)
-        if not self._delivery.is_committing:
+        if self.phase is Phase.ENDED:
+            self._drafting.give_up(now)
+        elif not self._delivery.is_committing:
             self._commit()
         return self._take_effects()
 
@@ -214,7 +216,7 @@ class Session:
             return
         elif self._stored_ending is not None or self.answer.ending is not None:
             self.phase = Phase.SEALING
-            self._cancel_draft(self._drafting.give_up())
+            self._cancel_draft(self._drafting.give_up(now))
             self._seal()
         elif self._is_draining:
             if not self._delivery.unlogged:
@@ -471,7 +473,7 @@ class Session:
             self._speculation.shared.record_step(step_ns, event.sessions, event.row_ns, confirmed)
         self._speculation.record_verdict(offered=offered, verified=verified)
         self._speculation.record_target(trees=event.trees)
-        self._cancel_draft(self._drafting.confirm(self.answer.tokens))
+        self._cancel_draft(self._drafting.confirm(self.answer.tokens, now))
         strategy = self._drafting.strategy
         done = self._round.finish(
             event,

@@ -104,13 +104,20 @@ class Speculation:
                 statistics.record_time(received, unread, compute_ns, sessions, weight)
         self.shared.record_proposal(latency_ns, compute_ns)
         if self._paid_ns is not None:
-            _, overall = self._parents
-            overall.budget_ns -= self._probe_ns(compute_ns / max(1, sessions)) - self._paid_ns
-            self._paid_ns = None
+            self._charge(self._paid_ns, self._probe_ns(compute_ns / max(1, sessions)))
 
-    def record_given_up(self) -> None:
-        """Record that the pending proposal was given up, or has failed."""
+    def record_given_up(self, elapsed_ns: int) -> None:
+        """Record that the pending proposal was given up, or has failed, so long after its request."""
         self._was_given_up = True
+        if self._paid_ns is not None:
+            # What the draft has worked is not known.
+            self._charge(self._paid_ns, min(self._paid_ns, self._probe_ns(elapsed_ns)))
+
+    def _charge(self, paid_ns: float, cost_ns: float) -> None:
+        """Charge the pending probe with what it cost in place of what was paid in advance."""
+        _, overall = self._parents
+        overall.budget_ns -= cost_ns - paid_ns
+        self._paid_ns = None
 
     def record_late(self) -> None:
         """Record a proposal that was given up because its tokens were confirmed before it came."""

@@ -28,7 +28,7 @@ class Observer:
     late: int = 0
     given_up: int = 0
 
-    def record_given_up(self) -> None:
+    def record_given_up(self, _elapsed_ns: int) -> None:
         self.given_up += 1
 
     def record_late(self) -> None:
@@ -54,7 +54,7 @@ def drafting(observer: Any) -> tuple[Drafting, Answer]:
 def confirm(here: Drafting, answer: Answer, *tokens: int) -> PendingProposal | None:
     for token in tokens:
         answer.append(token, TokenRecord(from_draft=False))
-    return here.confirm(answer.tokens)
+    return here.confirm(answer.tokens, 0)
 
 
 def proposed(pending: PendingProposal, *tokens: int) -> ev.Proposed:

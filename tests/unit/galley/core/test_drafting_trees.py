@@ -32,7 +32,7 @@ class Observer:
     recoveries: list[bool] = field(default_factory=list)
     given_up: int = 0
 
-    def record_given_up(self) -> None:
+    def record_given_up(self, _elapsed_ns: int) -> None:
         self.given_up += 1
 
     def record_token(self, right: bool) -> None:
@@ -61,7 +61,7 @@ def drafting(observer: Any) -> tuple[Drafting, Answer, PendingProposal]:
 def confirm(here: Drafting, answer: Answer, *tokens: int) -> PendingProposal | None:
     for token in tokens:
         answer.append(token, TokenRecord(from_draft=False))
-    return here.confirm(answer.tokens)
+    return here.confirm(answer.tokens, 0)
 
 
 def proposed(

@@ -69,6 +69,18 @@ def test_a_hint_that_is_not_verified_counts_if_it_came_in_time(
     assert here.workload.verified_rate == pytest.approx(rate)
 
 
+def test_the_probe_of_a_session_that_ends_costs_what_the_draft_may_have_worked() -> None:
+    shared, here = SharedStatistics(), spec(k=4, auto=True, width=1)
+    workload, overall = shared.for_workload(here.strategy, here.workload), shared.for_strategy(here.strategy)
+    shared.share_ns, shared.row_ns = 10.0 * MS, 5.0 * MS
+    workload.alpha, workload.share_ns, workload.budget_ns = 0.1, 100.0 * MS, 1_000.0 * MS
+    session = Session(Answer(here, letters), SessionLimits(credit=32), shared=shared)
+    Driven.started(session.start(0))
+    session.step(ev.Aborted(), now=10 * MS)
+    # A message, and what counts of 10 ms, in place of 400.
+    assert workload.budget_ns + overall.budget_ns == pytest.approx((1_000 - 0.4 - 5.25) * MS)
+
+
 def test_a_verdict_without_any_hint_says_nothing_of_hints() -> None:
     here = Driven()
     here.verdict(10 * MS, verified=0, compute_ns=MS)

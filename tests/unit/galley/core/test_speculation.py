@@ -174,7 +174,7 @@ def test_a_proposal_without_tokens_for_few_does_not_keep_drafting_from_being_mea
 def test_a_prompt_that_was_being_read_for_a_proposal_that_was_given_up_measures_no_reading() -> None:
     here, workload = shared(token_ns=5 * MS, read_ns=MS)
     speculation = auto(8, here)
-    speculation.record_given_up()
+    speculation.record_given_up(0)
     speculation.record_proposal(4, 1004, 60 * MS, 60 * MS, 1)  # of 1,000 ms, most have passed
     assert (workload.token_ns, workload.read_ns) == (5 * MS, MS)
     speculation.record_proposal(4, 1000, 2020 * MS, 2020 * MS, 1)
@@ -184,7 +184,7 @@ def test_a_prompt_that_was_being_read_for_a_proposal_that_was_given_up_measures_
 def test_a_proposal_that_was_given_up_does_not_keep_drafting_from_being_measured() -> None:
     here, workload = shared()
     speculation = auto(8, here)
-    speculation.record_given_up()
+    speculation.record_given_up(0)
     speculation.record_proposal(4, 4, 20 * MS, 20 * MS, 1)
     assert workload.token_ns == 5 * MS
 
@@ -281,12 +281,38 @@ def test_a_proposal_after_a_lost_probe_is_not_charged_as_one() -> None:
     speculation = auto(8, here)
     judge(speculation, 8)
     assert first(speculation) == 4
-    speculation.record_late()  # it was given up
+    speculation.record_given_up(MS)
     here.row_ns = 0.0
     assert first(speculation) > 0, "worth it now"
     before = here.for_strategy(spec().strategy).budget_ns
     speculation.record_proposal(4, 1, 50 * MS, 40 * MS, 1)
     assert here.for_strategy(spec().strategy).budget_ns == before
+
+
+def test_a_lost_probe_costs_what_the_draft_may_have_worked() -> None:
+    here, workload = priced(read_ns=400_000, share_ns=MS)
+    overall = here.for_strategy(spec().strategy)
+    workload.budget_ns = overall.budget_ns = 1_000 * MS
+    here.for_workload(spec().strategy, "other").alpha = 0.1
+    speculation, other = auto(8, here), Speculation(spec(k=8, auto=True, workload="other"), here)
+    assert first(speculation, unread=20_000) == 4  # 8 s of the draft
+    assert overall.budget_ns < -1_000 * MS
+    speculation.record_given_up(160 * MS)
+    # Rows cost 0.525 of a token, so as much of its work counts.
+    assert workload.budget_ns + overall.budget_ns == pytest.approx((2_000 - 0.4 - 0.525 * 160) * MS)
+    judge(other, 8)
+    assert first(other) == 4
+
+
+def test_a_lost_probe_costs_no_more_than_was_expected() -> None:
+    here, workload = priced(share_ns=MS)
+    overall = here.for_strategy(spec().strategy)
+    speculation = auto(8, here)
+    judge(speculation, 100)
+    assert first(speculation) == 4
+    before = workload.budget_ns + overall.budget_ns
+    speculation.record_given_up(10_000 * MS)
+    assert workload.budget_ns + overall.budget_ns == before
 
 
 def test_a_workload_with_long_prompts_saves_up_for_its_probe() -> None:
