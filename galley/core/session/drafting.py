@@ -56,10 +56,14 @@ class PendingProposal:
 
 
 class Received(NamedTuple):
-    """The number of `valid` tokens of a proposal, and of those that were `added` to the hint."""
+    """The number of `valid` tokens of a proposal, and of those that were `added` to the hint.
+
+    `is_late`: all tokens of its main path were confirmed before it came.
+    """
 
     valid: int
     added: int
+    is_late: bool
 
 
 class Drafting:
@@ -136,7 +140,7 @@ class Drafting:
         self.strategy = event.strategy or answer.spec.strategy or NO_STRATEGY
         if pending is None or (event.position, event.prefix_hash) != (pending.position, pending.prefix_hash):
             self._cool_down(now)
-            return Received(0, 0)
+            return Received(0, 0, is_late=False)
         self._cooldown = self._first_cooldown
         received = _valid_hint(event, pending, answer.spec.vocab_size, alpha, self.strategy)
         most = pending.k if event.max_tokens is None else min(pending.k, event.max_tokens)
@@ -154,7 +158,8 @@ class Drafting:
         if before is None or self.hint.position != before.position:
             self.hint_since_ns = now
         self.confirm(answer.tokens, now)
-        return Received(len(received.draft_tokens), len(further.draft_tokens))
+        is_late = received.end <= len(answer.tokens)
+        return Received(len(received.draft_tokens), len(further.draft_tokens), is_late)
 
     def _beyond_hint(self, received: Hint, tokens: Sequence[int]) -> Hint:
         """Return the part of a proposal that follows the hint; none of it if they differ.

@@ -333,7 +333,12 @@ class Session:
         received = self._drafting.receive(event, self.answer, self._speculation.alpha, now)
         self._count_proposal(event)
         self._speculation.record_proposal(
-            received.valid, unread, latency_ns, timing.compute_ns, event.sessions
+            received.valid,
+            unread,
+            latency_ns,
+            timing.compute_ns,
+            event.sessions,
+            is_late=received.is_late,
         )
         self._after_draft(received.added, pending.position, now, before)
 

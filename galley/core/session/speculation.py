@@ -89,9 +89,19 @@ class Speculation:
         self._was_given_up = False
 
     def record_proposal(
-        self, received: int, unread: int, latency_ns: int, compute_ns: int, sessions: int
+        self,
+        received: int,
+        unread: int,
+        latency_ns: int,
+        compute_ns: int,
+        sessions: int,
+        *,
+        is_late: bool = False,
     ) -> None:
-        """Record a proposal of `received` tokens, after reading `unread`, in steps of `sessions` sessions."""
+        """Record a proposal of `received` tokens, after reading `unread`, in steps of `sessions` sessions.
+
+        It `is_late` if those tokens were confirmed before it came.
+        """
         unread += self._sent_before
         # Part of a long reading may be in the time of earlier proposals.
         is_whole = not self._sent_before and not self._was_given_up
@@ -99,7 +109,7 @@ class Speculation:
         self._sent_before = 0 if received else unread
         self._was_given_up = self._was_given_up and not received
         for statistics, weight in self._weighted:
-            statistics.record_outcome(weight, nonempty=received > 0)
+            statistics.record_outcome(weight, nonempty=received > 0 and not is_late)
             if is_measured:
                 statistics.record_time(received, unread, compute_ns, sessions, weight)
         self.shared.record_proposal(latency_ns, compute_ns)

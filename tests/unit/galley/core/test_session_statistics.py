@@ -81,6 +81,17 @@ def test_the_probe_of_a_session_that_ends_costs_what_the_draft_may_have_worked()
     assert workload.budget_ns + overall.budget_ns == pytest.approx((1_000 - 0.4 - 5.25) * MS)
 
 
+@pytest.mark.parametrize(("tokens", "rate"), [(3, 0.99), (4, 1.0)])
+def test_a_proposal_of_which_all_tokens_are_confirmed_counts_as_empty(tokens: int, rate: float) -> None:
+    here = Driven()
+    for _ in range(3):
+        here.verdict(10 * MS, verified=0, compute_ns=MS)
+    at, anchor = len(SPEC.prompt), prefix_hash(SPEC.prompt)
+    late = ev.Proposed(here.propose.request_id, at, anchor, TRUE[at : at + tokens], cache_len=at)
+    here.session.step(late, now=20 * MS)
+    assert here.workload.nonempty_rate == pytest.approx(rate)
+
+
 def test_a_verdict_without_any_hint_says_nothing_of_hints() -> None:
     here = Driven()
     here.verdict(10 * MS, verified=0, compute_ns=MS)
