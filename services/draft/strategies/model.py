@@ -37,8 +37,11 @@ from services.draft.strategies.grammars import DraftGrammars, tried_mask
 from services.draft.strategies.ngram import ByKind
 from services.draft.strategies.states import StateReader
 
-# Tokens of a session in one step, so that a long prompt does not delay the others.
-PREFILL_ROWS = 128
+# Tokens of a session in one step, and of all that read prompts, so that long prompts do not delay the others.
+# A session that lacks few tokens is not counted: it goes on in each step.
+_SESSION_PREFILL_ROWS = 128
+_STEP_PREFILL_ROWS = 256
+_FEW_ROWS = 32
 # Edges of the confidence buckets, finer near 1, where the probabilities of many tokens are multiplied.
 _EDGES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1.0)
 CONFIDENCES = tuple((low + high) / 2 for low, high in pairwise(_EDGES))
@@ -158,15 +161,20 @@ class ModelSteps:
         proposal.cache.truncate(min(common_prefix_len(proposal.cache.tokens, tokens), len(tokens) - 1))
 
     def advance(self, proposals: Sequence[ModelProposal]) -> list[Drawn]:
-        """Run a step; proposals in a long prefill get no token. An error ends its proposal only.
+        """Run a step of proposals, the oldest first; those in a long prefill get no token.
 
-        A proposal also ends where its grammar allows no token that the head knows.
+        An error ends its proposal only. So does a grammar that allows no token that the head knows.
         """
-        fed = [(proposal, proposal.missing) for proposal in proposals]
-        drawing = [proposal for proposal, missing in fed if len(missing) <= PREFILL_ROWS]
+        lacking = [proposal.missing for proposal in proposals]
+        fed = [
+            (proposal, Rows(proposal.cache, missing[:count], int(count == len(missing))))
+            for proposal, missing, count in zip(proposals, lacking, rows_in_a_step(lacking), strict=True)
+            if count
+        ]
+        drawing = [proposal for proposal, rows in fed if rows.want_logits]
         draws: Sequence[Draw] = [proposal.draw_after(proposal.tokens) for proposal in drawing]
         with self._masks.beside(draws, tried_mask) as masks:
-            logits = self._forward(fed)
+            logits = self._feed(fed)
         if not drawing:
             return []
         draws = with_masks(draws, masks)
@@ -206,18 +214,6 @@ class ModelSteps:
         head = self._model.head
         return draw.allowed is None or head is None or allows_any(draw.allowed[0], head.columns)
 
-    def _forward(self, fed: Sequence[tuple[ModelProposal, list[int]]]) -> Tensor:
-        """Feed the missing tokens, or a part; return logits of the complete ones, [drawing, head]."""
-        return self._feed(
-            [
-                (
-                    proposal,
-                    Rows(proposal.cache, missing[:PREFILL_ROWS], int(len(missing) <= PREFILL_ROWS)),
-                )
-                for proposal, missing in fed
-            ]
-        )
-
     def _feed(self, fed: Sequence[tuple[ModelProposal, Rows]]) -> Tensor:
         try:
             return self._forward_rows(fed)
@@ -239,6 +235,18 @@ class ModelSteps:
         log_internal(error, session_id=proposal.job.slice.key[1])
         self._caches.pop(proposal.job.session, None)
         proposal.error = error
+
+
+def rows_in_a_step(lacking: Sequence[Sequence[int]]) -> list[int]:
+    """Return how many of the tokens that each proposal lacks it is fed in a step, the oldest first."""
+    counts, left = [], _STEP_PREFILL_ROWS
+    for missing in lacking:
+        count = len(missing)
+        if count > _FEW_ROWS:
+            count = min(count, _SESSION_PREFILL_ROWS, left)
+            left -= count
+        counts.append(count)
+    return counts
 
 
 def rules_of(request: Slice) -> object:

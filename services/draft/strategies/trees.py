@@ -23,11 +23,11 @@ from galley.engine.sampling.guessing import ListedToken
 from services.draft.strategies.base import DraftJob, DraftSession, Proposal, Strategy
 from services.draft.strategies.hybrid import Candidate, Candidates, Ensemble, lookup_candidate
 from services.draft.strategies.model import (
-    PREFILL_ROWS,
     Feed,
     ModelProposal,
     ModelSteps,
     listed_bucket,
+    rows_in_a_step,
     rules_of,
 )
 from services.draft.strategies.ngram import ByKind, Lookups, SessionLookups
@@ -168,14 +168,21 @@ class TreeProposal(ModelProposal):
         self.above = sorted(above)
         self.done = not self.unread
 
-    def feed(self) -> Feed:
-        """Return the rows of a step: the unread nodes, and before them what the cache lacks."""
+    def lacking(self) -> list[int]:
+        """Return the session's tokens that the next step has to read; the last one if it needs its logits."""
         known, cache = self.job.session.tokens, self.cache
         if self.unread == [ROOT]:
             cache.truncate(min(len(cache.tokens), len(known) - 1))
-        missing = known[len(cache.tokens) :]
-        if len(missing) > PREFILL_ROWS:
-            return Feed(self, Rows(cache, missing[:PREFILL_ROWS], 0), ())
+        return known[len(cache.tokens) :]
+
+    def feed(self, missing: Sequence[int], count: int) -> Feed:
+        """Return the rows of a step: `count` of the missing tokens, and after the last one the unread nodes.
+
+        Before those come the nodes that the cache lacks.
+        """
+        cache = self.cache
+        if count < len(missing):
+            return Feed(self, Rows(cache, missing[:count], 0), ())
         parents = list(cache.parents)
         fed = [index for index in (*self.above, *self.unread) if index != ROOT]
         for index in fed:
@@ -202,9 +209,16 @@ class TreeStrategy:
 
     def advance(self, proposals: Sequence[TreeProposal]) -> None:
         """Read the unread nodes of each, but none while a long prompt is being prefilled."""
-        feeds = [proposal.feed() for proposal in proposals]
-        listed = self._steps.list_after(feeds, max(proposal.job.width for proposal in proposals))
-        for proposal, lists in zip(proposals, listed, strict=True):
+        lacking = [proposal.lacking() for proposal in proposals]
+        fed = [
+            (proposal, proposal.feed(missing, count))
+            for proposal, missing, count in zip(proposals, lacking, rows_in_a_step(lacking), strict=True)
+            if count or not missing
+        ]
+        listed = self._steps.list_after(
+            [feed for _, feed in fed], max(proposal.job.width for proposal in proposals)
+        )
+        for (proposal, _), lists in zip(fed, listed, strict=True):
             for index, tokens in zip(proposal.unread, lists, strict=False):
                 self._set_candidates(proposal, index, tokens)
             if lists:

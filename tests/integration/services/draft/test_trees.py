@@ -19,7 +19,7 @@ from galley.engine.sampler import list_tokens
 from galley.engine.sampling.guessing import ListedToken
 from services.draft.strategies.base import DraftJob, DraftSession, Proposal, Strategy
 from services.draft.strategies.hybrid import HybridStrategy
-from services.draft.strategies.model import Feed, ModelSteps, ModelStrategy
+from services.draft.strategies.model import Feed, ModelProposal, ModelSteps, ModelStrategy
 from services.draft.strategies.ngram import Lookups
 from services.draft.strategies.trees import ByWidth, TreeStrategy
 from tests.fakes.tiny_model import CONTEXT, VOCAB, load_tiny_model
@@ -231,6 +231,24 @@ def test_a_long_prompt_is_read_in_parts(steps: Counting) -> None:
     proposal = grown(both(steps), DraftSession(), prompt, 5, sampling=WARM)
     assert len(proposal.tokens) == 5
     assert steps.steps > 2
+
+
+@pytest.mark.parametrize("width", [1, WIDTH])
+def test_many_long_prompts_do_not_delay_a_session_that_lacks_few_tokens(
+    model: CausalModel, steps: Counting, width: int
+) -> None:
+    prompts = [[2 + (i + start) % 90 for i in range(150)] for start in range(32)]
+    strategy = both(steps)
+    jobs = [job_of(DraftSession(), tokens, 2, width=width) for tokens in (*prompts, PROMPT)]
+    *long, short = proposals = [one for one in strategy.begin(jobs) if isinstance(one, ModelProposal)]
+    strategy.advance(proposals)
+    assert sum(len(proposal.cache.tokens) for proposal in long) == 256
+    assert [len(proposal.cache.tokens) for proposal in long[:2]] == [128, 128], "the oldest first"
+    assert short.tokens
+    while going := [proposal for proposal in proposals if not proposal.done]:
+        strategy.advance(going)
+    alone = [grown(both(ModelSteps(model)), DraftSession(), tokens, 2, width=width) for tokens in prompts]
+    assert [proposal.tokens for proposal in long] == [proposal.tokens for proposal in alone]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM])
