@@ -40,7 +40,7 @@ from galley.core.records import DRAFTED, NOT_DRAFTED, TokenRecord
 from galley.core.session import events as ev
 from galley.core.session.delivery import Delivery
 from galley.core.session.draft_statistics import SharedStatistics
-from galley.core.session.drafting import Drafting, PendingProposal, added_sources
+from galley.core.session.drafting import Drafting, PendingProposal, added_sources, remaining
 from galley.core.session.round import Round, SpeculationStats, VerifiedNodes
 from galley.core.session.sources import LocalSources
 from galley.core.session.speculation import Speculation
@@ -147,6 +147,8 @@ class Session:
         )
         self._sources = sources
         self._round: Round
+        # The draft tokens that the target was sent last.
+        self._sent: Hint | None = None
         self._hint_due = False
         self._stored_ending = finished
         self._finish_requested = False
@@ -406,11 +408,20 @@ class Session:
             hint_due=self._hint_due,
             is_drafting=self._drafting.is_in_use,
         )
-        sent = len(verify.draft_tokens)
-        self._round.record_sent(tail.sources[:sent])
+        sent, before = len(verify.draft_tokens), self._sent_before(tail)
+        self._round.record_sent(tail.sources[before:sent])
         self._effects.append(verify)
+        if sent > before:
+            position = len(self.answer.tokens)
+            self._sent = Hint(position, b"", verify.draft_tokens, verify.survival, parents=verify.parents)
         if sent < len(tail.draft_tokens):
-            self._extend_verify(self._hint_from(tail), tail.sources[sent:])
+            self._extend_verify(self._hint_from(tail), tail.sources[max(before, sent) :])
+
+    def _sent_before(self, tail: HintTail) -> int:
+        """Return how many of the first draft tokens of `tail` were in an earlier request or extension."""
+        if self._sent is None:
+            return 0
+        return common_prefix_len(remaining(self._sent, self.answer.tokens).draft_tokens, tail.draft_tokens)
 
     def _extend_verify(self, hint: Hint | None = None, unsent: Sequence[str] = ()) -> None:
         """Send the open Verify a hint, or credit; `unsent` are the sources of tokens new to the target."""
@@ -424,6 +435,7 @@ class Session:
             return
         if hint is not None:
             self._round.record_sent(unsent)
+            self._sent = hint
         self._effects.append(extension)
 
     def _cancel_verify(self) -> None:

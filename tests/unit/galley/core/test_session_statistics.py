@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from galley.core.answer.answer import Answer
@@ -113,3 +115,25 @@ def test_proposals_of_drafts_count_and_those_with_the_targets_states(
     driven.session.step(proposed, now=MS)
     stats = driven.session.stats
     assert (stats.proposals, stats.proposals_with_features) == counts
+
+
+@pytest.mark.parametrize("credit", [0, 32])
+@pytest.mark.parametrize("again", [ev.CacheMissed(0, 0, b""), ev.Failed(0, "", elsewhere=True)])
+def test_draft_tokens_that_are_sent_again_count_once(credit: int, again: ev.CacheMissed | ev.Failed) -> None:
+    session = Session(Answer(SPEC, letters), SessionLimits(credit=credit))
+    at, drafted = len(SPEC.prompt), 0
+    effects = session.start(0)
+    for right in (2, 3):
+        tokens = (*TRUE[at : at + right], TRUE[at + right] ^ 1, *TRUE[at + right + 1 : at + 4])
+        propose = next(effect for effect in effects if isinstance(effect, ev.Propose))
+        anchor = prefix_hash(session.answer.tokens)
+        effects += session.step(ev.Proposed(propose.request_id, at, anchor, tokens, at), now=MS)
+        opened = next(effect for effect in effects if isinstance(effect, ev.Verify))
+        effects = session.step(replace(again, request_id=opened.request_id), now=2 * MS)
+        verify = next(effect for effect in effects if isinstance(effect, ev.Verify))
+        assert verify.draft_tokens == tokens
+        confirmed = TRUE[at : at + right + 1]
+        verdict = ev.Verified(verify.request_id, at, confirmed, right, 4, at, "build")
+        effects = session.step(verdict, now=3 * MS)
+        at, drafted = at + right + 1, drafted + 4
+        assert session.stats.drafted == drafted
