@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import ref
 
-from galley.core.lookup.suffix_automaton import NO_MATCH, Match, SuffixAutomaton, Text
+from galley.core.lookup.suffix_automaton import NO_MATCH, NOWHERE, Match, Place, SuffixAutomaton, Text
 
 # Tokens kept of all answers of one kind, some 120 bytes each.
 ANSWER_TOKENS = 65_536
@@ -115,13 +116,15 @@ class RecentAnswers:
 
 
 class AnswerLookup:
-    """Lookup in recent answers, by one session of their kind, whose own answer is added to them."""
+    """Lookup in recent answers, by one session of their kind, whose own answer is added to them.
+
+    It keeps no generation: a session may be known for long after its last request.
+    """
 
     def __init__(self, answers: RecentAnswers) -> None:
         self._answers = answers
-        self._newer, self._older = answers.newer, answers.older
-        self._text = self._newer.begin()
-        self._older_match = NO_MATCH
+        self._older_match: Match = NO_MATCH
+        self._begin()
         self._length = 0
 
     def follow(self, tokens: Sequence[int], prompt_len: int) -> int:
@@ -130,30 +133,35 @@ class AnswerLookup:
         Return the position of the first token that was added.
         """
         # A draft that is new to a session gets a long answer at once; the end of it is enough.
-        most = min(_MOST_AT_ONCE, self._answers.half)
+        answers = self._answers
+        most = min(_MOST_AT_ONCE, answers.half)
         since = self._length or prompt_len
-        self._answers.make_room(min(most, len(tokens) - since + _CONTEXT_TOKENS))
-        if not self._length or self._newer is not self._answers.newer:
+        answers.make_room(min(most, len(tokens) - since + _CONTEXT_TOKENS))
+        if not self._length or self._newer() is not answers.newer:
             self._begin()
             since -= _CONTEXT_TOKENS
         first = max(0, since, len(tokens) - most)
         for token in tokens[first:]:
-            self._newer.append(self._text, token)
-            self._older_match = self._older.step(self._older_match, token)
+            answers.newer.append(self._text, token)
+            self._older_match = answers.older.step(self._older_match, token)
         self._length = len(tokens)
         return first
 
     def find(self, ahead: Sequence[int], count: int) -> LookupResult:
-        newer = self._newer.place(_go_on(self._newer, self._text.match, ahead))
-        older = self._older.place(_go_on(self._older, self._older_match, ahead))
+        newer = _place(self._newer(), self._text.match, ahead)
+        older = _place(self._older(), self._older_match, ahead)
         place = older if older.length > newer.length else newer
         tokens = tuple(place.text.tokens[place.end : place.end + count])
         return LookupResult(tokens, place.length, place.text.is_shared)
 
     def _begin(self) -> None:
-        self._newer, self._older = self._answers.newer, self._answers.older
-        self._text = self._newer.begin()
+        self._newer, self._older = ref(self._answers.newer), ref(self._answers.older)
+        self._text = self._answers.newer.begin()
         self._older_match = NO_MATCH
+
+
+def _place(automaton: SuffixAutomaton | None, match: Match, ahead: Sequence[int]) -> Place:
+    return NOWHERE if automaton is None else automaton.place(_go_on(automaton, match, ahead))
 
 
 def _go_on(automaton: SuffixAutomaton, match: Match, ahead: Sequence[int]) -> Match:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import ref
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -201,3 +203,16 @@ class TestSharedAnswers:
             lookup.follow(tokens, len(PROMPT))
             assert lookup.find((), 4).tokens == (2,) * (lookup.find((), 4).matched > 0)
             assert max(len(answers.newer), len(answers.older)) <= 20
+
+    def test_idle_sessions_keep_no_generation(self) -> None:
+        answers, lookups = RecentAnswers(limit=40), []
+        generations = [ref(answers.older), ref(answers.newer)]
+        for number in range(6):
+            lookups.append(answered(answers, [1, 2, 1]))
+            answers.receive(AnswerPart(bytes([number]), 0, [7] * 20))
+            generations.append(ref(answers.newer))
+        assert [generation() for generation in generations[:-2]] == [None] * 6
+        assert [lookup.find((), 4).tokens for lookup in lookups] == [()] * 5 + [(2, 1)]
+        lookup = lookups[0]
+        lookup.follow([*PROMPT, 1, 2, 1, 7], len(PROMPT))
+        assert lookup.find((), 2).tokens == (7, 7), "it goes on with what is recent"
