@@ -7,6 +7,7 @@ TLS files of its time, and counts from its beginning.
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import ssl
 from collections.abc import Callable, Sized
@@ -16,6 +17,7 @@ from galley.common.config.settings import ServerLimits
 from galley.common.logs import get_logger
 from galley.common.tls.files import WatchedFiles
 
+_LACKS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _PAUSE_S = 1.0
 """Time between two attempts to accept, as asyncio's, while too many files are open."""
 
@@ -68,9 +70,9 @@ class TlsAcceptor:
         """Accept one connection: the next one has a turn of its own."""
         try:
             accepted, _ = self._bound.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
-        except OSError as error:  # too many files are open
+        except OSError as error:
+            if error.errno not in _LACKS:
+                return  # none waits any more, or that one is broken
             _log.error("connection not accepted", error=str(error))
             self._loop.remove_reader(self._bound)
             self._pause = self._loop.call_later(_PAUSE_S, self._watch)

@@ -32,6 +32,8 @@ def _context_of(files: TlsFiles) -> ssl.SSLContext:
             context.load_cert_chain(cert, key)
     except ssl.SSLError as error:
         raise files.cert.bad(f"cannot be used for HTTP: {error.reason}") from None
+    except OSError as error:  # too many files are open
+        raise files.cert.bad(error.strerror or "cannot be used", may_pass=True) from None
     if material.ca is not None:
         # OpenSSL takes ASCII; other characters can only be in comments between the certificates.
         try:
