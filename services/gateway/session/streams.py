@@ -327,12 +327,17 @@ class Streams:
         """Return the content address of the first `length` output tokens of a session that was read."""
         return await self._replays.output_hash(stored, length)
 
-    async def answer_of(self, stored: StoredSession, principal: Principal) -> tuple[Answer, Ending | None]:
+    async def answer_of(
+        self, stored: StoredSession, principal: Principal, *, in_debt: bool = False
+    ) -> tuple[Answer, Ending | None]:
         """Return the answer of a session that was read, and its end. Charge its replay.
 
-        Raise LogLost or Overloaded.
+        Raise LogLost, or Overloaded unless a caller may be `in_debt`.
         """
-        self._charge_outputs([stored], principal)
+        if in_debt:
+            self.charge_read(stored, principal)
+        else:
+            self._charge_outputs([stored], principal)
         return await self._replays.replay(stored), _ending(stored)
 
     async def statistics_of(

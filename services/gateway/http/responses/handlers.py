@@ -112,7 +112,7 @@ class Responses:
         self._generation.admit_reading_call(call, to_end=True)
         stored, _ = await self._read(response_id, call)
         await self._generation.abort(stored.ownership.session_id, call)
-        return await self._response(*await self._read(response_id, call))
+        return await self._response(*await self._read(response_id, call), in_debt=True)
 
     async def delete(self, response_id: str, request: HttpRequest) -> Response:
         """Remove a stored response; one that is in progress ends."""
@@ -210,8 +210,8 @@ class Responses:
             raise missing
         return stored, record
 
-    async def _response(self, stored: StoredSession, record: Record) -> Response:
-        answer, ending = await self._generation.streams.answer_of(stored, caller())
+    async def _response(self, stored: StoredSession, record: Record, *, in_debt: bool = False) -> Response:
+        answer, ending = await self._generation.streams.answer_of(stored, caller(), in_debt=in_debt)
         objects = self._objects(record, stored, answer, ending)
         return Response(await objects.whole(), media_type="application/json")
 

@@ -75,5 +75,6 @@ async def test_a_caller_in_debt_can_end_its_sessions_but_not_read_them(world: Wo
             assert (await client.post(COMPLETIONS, BODY | {"max_tokens": 1})).status_code == 429
             assert (await client.raw.get(path)).status_code == 429, path
         assert (await client.post(COMPLETIONS, BODY | {"max_tokens": 1})).status_code == 429
+        assert (await client.post(f"/v1/responses/resp_{ids[1]}/cancel", {})).status_code == 200
         assert (await client.raw.delete(f"/v1/sessions/{ids[0]}")).status_code == 200
         assert (await client.raw.delete(f"/v1/responses/resp_{ids[1]}")).status_code == 200
