@@ -383,7 +383,9 @@ class Session:
         k = min(pending.k, self._room() - 1 - len(tail.main.draft_tokens))
         if k > 0:
             self._request_draft(k, pending.width, tail, now)
-        elif self.phase is Phase.DRAFTING:
+            return
+        self._speculation.record_given_up(now - pending.requested_ns)
+        if self.phase is Phase.DRAFTING:
             self._verify(now)
         else:
             self._draft_ahead(now)
