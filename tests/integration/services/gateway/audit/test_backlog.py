@@ -27,6 +27,7 @@ from tests.integration.services.gateway.audit.test_by_itself import (
     finish,
     quick,
     records,
+    turns_ended,
 )
 from tests.integration.services.gateway.test_metrics import Counted
 
@@ -194,13 +195,7 @@ async def test_a_request_without_a_response_ends_the_audit_at_its_limit(
     """Its target rests for 99 times as long, and not for 99 times the timeout of requests."""
     most_ns = SECOND // 10
     monkeypatch.setattr(auditor, "_MOST_NS", most_ns)
-    ended, end_turn = [], AuditRecords.end_turn
-
-    async def noting(self: AuditRecords, address: str, compute_ns: int) -> None:
-        ended.append(compute_ns)
-        await end_turn(self, address, compute_ns)
-
-    monkeypatch.setattr(AuditRecords, "end_turn", noting)
+    ended = turns_ended(monkeypatch)
     it = await auditing(world)
     world.target.gate.close_after(MAX_TOKENS)
     await finish(it.gateway)

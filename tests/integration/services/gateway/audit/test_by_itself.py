@@ -55,6 +55,19 @@ def audits(world: World) -> list[Any]:
     return [call for call in world.target.calls if call.slice.session_id.startswith("audit-")]
 
 
+def turns_ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the computing time of each turn that ends."""
+    ended: list[int] = []
+    end_turn = AuditRecords.end_turn
+
+    async def noting(self: AuditRecords, address: str, compute_ns: int) -> None:
+        ended.append(compute_ns)
+        await end_turn(self, address, compute_ns)
+
+    monkeypatch.setattr(AuditRecords, "end_turn", noting)
+    return ended
+
+
 async def finish(gateway: Gateway, **options: Any) -> str:
     stream = gateway.generate(**options)
     await receive(stream)
@@ -219,13 +232,7 @@ async def test_a_gateway_that_missed_the_reply_begins_its_turn_again(
 
 
 async def test_a_drain_ends_an_audit_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended, end_turn = [], AuditRecords.end_turn
-
-    async def noting(self: AuditRecords, address: str, compute_ns: int) -> None:
-        ended.append(compute_ns)
-        await end_turn(self, address, compute_ns)
-
-    monkeypatch.setattr(AuditRecords, "end_turn", noting)
+    ended = turns_ended(monkeypatch)
     it = await auditing(world)
     world.target.gate.close_after(MAX_TOKENS)
     await finish(it.gateway)
