@@ -34,7 +34,7 @@ class FairThreads:
     ) -> T:
         """Return `work()`, called in a thread. Raise what it raises; a panic of native code is Broken.
 
-        If the call is cancelled while a thread works, `abandoned` is called with what comes of the work.
+        If the call is cancelled while a thread works, `abandoned` is called with its future, once done.
         """
         turn = self._turns.setdefault(caller, asyncio.Semaphore())
         await turn.acquire()
